@@ -1,0 +1,1 @@
+"""The HTTP gateway in front of the rollout engines."""

@@ -1,0 +1,52 @@
+"""Packaging of reef-slime. Exact versions for the CPU set-up are in requirements/cpu.lock."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+setup(
+    name="reef-slime",
+    version="0.1.0",
+    description="Publish new weights to live SGLang rollout engines without poisoning the rollouts, and prove it",
+    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["slime_backend", "slime_backend.*", "reef_service", "reef_service.*"]),
+    package_data={"slime_backend": ["py.typed"], "reef_service": ["py.typed"]},
+    install_requires=[
+        "aiohttp>=3.9",  # control and data calls to the engines
+        "pydantic>=2.6",  # one typed configuration object
+        "PyYAML>=6",
+        "typer>=0.12",
+        "rich>=13",
+    ],
+    extras_require={
+        "sglang": ["sglang==0.5.23"],
+        # The local trainer; torch comes with sglang where that is installed.
+        "train": ["torch>=2.6", "transformers>=4.56", "safetensors>=0.4", "psutil>=5.9"],
+        "wandb": ["wandb>=0.18"],
+        "service": ["fastapi>=0.110", "uvicorn>=0.29", "sqlalchemy>=2.0"],
+        "deepspeed": ["deepspeed>=0.16"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2",
+            "hypothesis>=6",
+            "ruff>=0.6",
+            "mypy>=1.10",
+            "types-PyYAML",
+            "types-psutil",
+        ],
+    },
+    entry_points={
+        "console_scripts": ["reef-slime = slime_backend.cli:main"],
+        "sglang.srt.plugins": ["reef_slime = slime_backend.engine_plugin:register"],
+    },
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+    ],
+)

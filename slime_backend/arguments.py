@@ -1,0 +1,52 @@
+"""The flags, and the one place where they become engine settings.
+
+`add_reef_arguments` has the form that slime's `parse_args(add_custom_arguments=...)` asks for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from slime_backend.policy import Policy, check_radix_setting, decide
+
+
+def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to an argparse parser and return it."""
+    group = parser.add_argument_group("reef-slime")
+    group.add_argument(
+        "--disjoint-prefix-sharing",
+        nargs="?",
+        const="retract",
+        default="off",
+        metavar="MODE",
+        help=(
+            "off (default): in-flight requests keep their KV across a publication, the radix cache is off; "
+            "retract (bare flag): requests share prefixes, a publication retracts in-flight requests and flushes; "
+            "scoped: requests share prefixes inside one weight version and keep their KV across a publication"
+        ),
+    )
+    return parser
+
+
+def configure_sglang_runtime(args: Any) -> Policy:
+    """Derive the pause mode and the radix cache of the engines from one decision, and write both into `args`.
+
+    Reads `args.colocate` (slime's flag; absent means disjoint), `args.disjoint_prefix_sharing` and, as an override to
+    be checked, `args.sglang_disable_radix_cache`. Writes `args.sglang_disable_radix_cache` (bool),
+    `args.pause_generation_mode` (SGLang's word) and `args.reef_policy`.
+
+    Raises PolicyError where an override would share entries that can't be scoped.
+    """
+    policy = decide(
+        "colocated" if getattr(args, "colocate", False) else "disjoint",
+        getattr(args, "disjoint_prefix_sharing", "off"),
+    )
+    overrides = getattr(args, "sglang_overrides", None) or {}
+    if overrides.get("disable_radix_cache") is False:
+        check_radix_setting(policy, True, "the engine override disable_radix_cache=false")
+    # A user may turn the cache off where the policy would share: slower, never wrong.
+    args.sglang_disable_radix_cache = bool(getattr(args, "sglang_disable_radix_cache", False)) or not policy.radix_cache
+    args.pause_generation_mode = policy.pause_mode
+    args.reef_policy = policy
+    return policy

@@ -1,0 +1,215 @@
+"""`reef-slime`: train, up, audit.
+
+Exit codes: 0 done, 1 something failed (or an audit found a violation), 2 the command or its configuration is wrong,
+130 interrupted. Every failure is one line on standard error. Heavy imports happen inside the commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from slime_backend import __version__
+from slime_backend.config import ConfigError, RunConfig, load_config
+
+app = typer.Typer(
+    name="reef-slime",
+    help="Publish new weights to live SGLang rollout engines without poisoning the rollouts, and prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+T = TypeVar("T")
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, e.g. configs/cpu_tiny.yaml")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a config key")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON line")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # Third parties' progress chatter would tear our own bars.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="go on with this run")] = None,
+) -> None:
+    """Asynchronous GRPO on this machine: a local trainer, live engines, a publication at every step, an audit."""
+    from slime_backend.local_trainer.console import console_reporter, print_summary
+    from slime_backend.local_trainer.loop import choose_run_dir
+    from slime_backend.local_trainer.loop import train as run
+
+    settings = _load(config, overrides)
+    run_dir = choose_run_dir(settings, resume)
+    with console_reporter() as reporter:
+        reporter.say(f"run directory: {run_dir}")
+        summary = _run_async(run(settings, run_dir, resume=resume is not None, reporter=reporter))
+    print_summary(summary, run_dir)
+    audit = summary["audit"]
+    if audit and audit["violations"]:
+        _fail(
+            f"the audit found {audit['violations']} violations in {audit['rollouts']} rollouts; see {run_dir}/audit.json"
+        )
+
+
+@app.command()
+def up(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Start the engines of a config and keep them running until interrupted."""
+    from slime_backend.local_trainer.local_fleet import serve_engines
+    from slime_backend.local_trainer.loop import base_model
+
+    settings = _load(config, overrides)
+
+    def ready(urls: list[str]) -> None:
+        if as_json:
+            typer.echo(json.dumps({"engines": urls, "policy": str(settings.policy), "weight_version": "v0"}))
+        else:
+            typer.echo("ready: " + " ".join(urls) + "  (Ctrl-C stops them)")
+        sys.stdout.flush()
+
+    say = (lambda text: None) if as_json else typer.echo
+    _run_async(serve_engines(settings, base_model(settings), say=say, ready=ready))
+
+
+@app.command()
+def audit(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
+    rollouts: Annotated[int | None, typer.Option(min=1, help="how many to check; default: all")] = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="largest |difference of log-prob| that passes")] = 1e-4,
+    as_json: AsJson = False,
+) -> None:
+    """Recompute rollouts' log-probs under the versions that they claim, and name each violation."""
+    from slime_backend.local_trainer.console import console_reporter
+    from slime_backend.local_trainer.models import load_model
+    from slime_backend.provenance.audit import audit_run
+
+    if not run_dir.is_dir():
+        _fail(f"no run directory {run_dir}", code=2)
+    with console_reporter(quiet=as_json) as reporter:
+        result = audit_run(
+            run_dir,
+            load_model,
+            rollouts=rollouts,
+            tolerance=tolerance,
+            progress=lambda done, total: reporter.progress("audit", done, total),
+        )
+    if as_json:
+        typer.echo(json.dumps(result.to_json()))
+    else:
+        for violation in result.violations:
+            typer.echo(f"violation: {violation}")
+        typer.echo(
+            f"audited {result.rollouts} of {result.recorded} rollouts ({result.crossing} lived through a publication), "
+            f"{result.tokens} tokens: {len(result.violations)} violations, "
+            f"largest |log-prob difference| {result.max_abs_logprob_diff:.2g} (tolerance {tolerance:g})"
+        )
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _load(path: Path, overrides: list[str] | None) -> RunConfig:
+    settings = load_config(path, overrides or ())
+    if not settings.policy.safe:
+        typer.echo(
+            "warning: disjoint_prefix_sharing=unsafe shares KV that it can't scope; it exists to show that the audit "
+            "finds the damage",
+            err=True,
+        )
+    return settings
+
+
+def _run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine; SIGINT and SIGTERM cancel it once, so that its own clean-up runs."""
+
+    async def supervised() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(supervised())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+def _fail(message: str, code: int = 1) -> None:
+    typer.echo(f"reef-slime: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseException], ...]]:
+    """(usage errors: exit code 2, failures: exit code 1). Anything else is a bug and keeps its traceback."""
+    from slime_backend.engine_client import EngineError
+    from slime_backend.engine_process import EngineStartError, PortOccupiedError
+    from slime_backend.fleet import FleetError
+    from slime_backend.policy import PolicyError
+    from slime_backend.provenance.errors import AuditError, RecordError
+    from slime_backend.publication import PublicationError
+    from slime_backend.runs import RunError
+
+    usage = (ConfigError, PolicyError)
+    failures = (
+        EngineError,
+        EngineStartError,
+        PortOccupiedError,
+        FleetError,
+        PublicationError,
+        AuditError,
+        RecordError,
+        RunError,
+        OSError,
+    )
+    return usage, failures
+
+
+def main() -> None:
+    """Console script."""
+    usage, failures = expected_errors()
+    try:
+        app()
+    except usage as error:
+        _exit(error, 2)
+    except failures as error:
+        _exit(error, 1)
+    except KeyboardInterrupt:
+        typer.echo("reef-slime: interrupted; what was recorded so far is complete", err=True)
+        sys.exit(130)
+
+
+def _exit(error: BaseException, code: int) -> None:
+    typer.echo(f"reef-slime: {' '.join(str(error).split())}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

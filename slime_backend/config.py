@@ -1,0 +1,141 @@
+"""The one configuration object of a run: a YAML file, then `--set key=value`; read once and passed down."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from slime_backend.policy import Layout, Policy, PolicyError, PrefixSharing, decide
+
+
+class ConfigError(ValueError):
+    """The configuration can't be used; one line says which key, what was seen and what is possible."""
+
+
+class RunConfig(BaseModel):
+    """Everything a run can be told. Keys bear the names of the flags."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names runs/<name>")
+    runs_dir: str = Field("runs", description="where runs/<name>/ is made")
+    model: str = Field("tiny", description="tiny, tiny_hybrid, smollm2, or a directory with a checkpoint")
+    models_dir: str = Field("models", description="where models that are made on the spot are kept")
+    seed: int = Field(0, ge=0)
+
+    layout: Layout = "disjoint"
+    disjoint_prefix_sharing: PrefixSharing = "off"
+    transport: Literal["disk", "distributed"] = "disk"
+
+    engines: int = Field(2, ge=1, le=64)
+    ports: list[int] = Field(default_factory=list, description="one per engine; empty: free ones")
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    engine_threads: int = Field(1, ge=1)
+    max_total_tokens: int = Field(65536, ge=1024, description="KV slots per engine")
+    chunked_prefill_size: int = Field(8192, ge=64)
+    page_size: int = Field(1, ge=1)
+    disable_radix_cache: bool | None = Field(None, description="override; refused where it would be unsafe")
+    skip_tokenizer: bool = True
+    hooks: list[str] = Field(default_factory=lambda: ["cpu_attention", "kv_evidence", "kv_spans"])
+    engine_flags: list[str] = Field(default_factory=list, description="further flags of sglang.launch_server")
+    engine_ready_s: float = Field(300, gt=0)
+
+    task: str = "character_kinds"
+    steps: int = Field(15, ge=1)
+    groups_per_step: int = Field(8, ge=1)
+    samples_per_group: int = Field(8, ge=2)
+    groups_ahead: int = Field(8, ge=0, description="groups that may be generated beyond the batch being trained")
+    temperature: float = Field(1.0, gt=0)
+    learning_rate: float = Field(4e-3, gt=0)
+    ratio_bound: float = Field(2.0, ge=1)
+    trainer_threads: int = Field(1, ge=1)
+
+    audit_rollouts: int = Field(240, ge=0, description="rollouts to audit at the end; 0: none")
+    audit_tolerance: float = Field(1e-4, gt=0)
+    wandb: Literal["offline", "online", "disabled"] = "offline"
+    wandb_project: str = "reef-slime"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.ports and len(self.ports) != self.engines:
+            raise ValueError(f"ports lists {len(self.ports)} ports for engines={self.engines}; give one per engine")
+        if len(set(self.ports)) != len(self.ports):
+            raise ValueError("ports names one port twice")
+        policy = self.policy  # raises PolicyError, a ValueError
+        if self.layout == "colocated":
+            raise ValueError(
+                "layout=colocated needs a trainer that shares GPUs with the engines (slime); the local trainer is disjoint"
+            )
+        if self.disable_radix_cache is False:
+            from slime_backend.policy import check_radix_setting
+
+            check_radix_setting(policy, True, "disable_radix_cache=false")
+        missing = [h for h in ("kv_evidence", "kv_spans") if h not in self.hooks]
+        if missing:
+            raise ValueError(f"hooks lacks {', '.join(missing)}, without which nothing can be verified or audited")
+        return self
+
+    @property
+    def policy(self) -> Policy:
+        return decide(self.layout, self.disjoint_prefix_sharing)
+
+    @property
+    def radix_cache(self) -> bool:
+        return self.policy.radix_cache and not self.disable_radix_cache
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file and apply `key=value` overrides (values are YAML scalars or lists).
+
+    Raises ConfigError with one line.
+    """
+    if not path.is_file():
+        known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.yaml"))) or "none in configs/"
+        raise ConfigError(f"no config file {path}; there are {known}")
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys and values, found {type(data).__name__}")
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--set {override!r}: give it as key=value")
+        try:
+            data[key.strip().replace("-", "_")] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override!r}: the value isn't valid YAML") from error
+    # YAML reads a bare off/on as a boolean; here it is a mode's name.
+    if isinstance(data.get("disjoint_prefix_sharing"), bool):
+        data["disjoint_prefix_sharing"] = "retract" if data["disjoint_prefix_sharing"] else "off"
+    return make_config(data, str(path))
+
+
+def make_config(data: dict[str, Any], where: str) -> RunConfig:
+    try:
+        return RunConfig(**data)
+    except PolicyError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first_fault(error)}") from error
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    key = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(key, RunConfig.model_fields, n=1)
+        return f"unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{key}={fault['input']!r}: {message}" if key else message

@@ -1,0 +1,77 @@
+"""Sends a request to a confirmed engine and returns exactly one answer from an engine in good standing.
+
+Sampling has no side effects, so a request whose engine died, aborted it or lost its confirmation on the way is sent
+again, whole, to another engine; its first answer is thrown away, never mixed in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused
+from slime_backend.fleet import Fleet, FleetError
+
+ATTEMPTS = 8
+WAIT_FOR_ENGINE_S = 60.0  # a publication or a recovering engine may leave nobody routable for a while
+
+
+class RequestLost(RuntimeError):
+    """No engine in good standing answered; the message has the last reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    body: dict[str, Any]
+    engine: str
+    attempts: int
+
+
+async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[[str], None] | None = None) -> Answer:
+    """One answer to `body` (SGLang's /generate, not streamed).
+
+    Raises EngineRefused for a request that is itself wrong (HTTP 4xx), RequestLost after `ATTEMPTS` tries or when no
+    engine is routable for `WAIT_FOR_ENGINE_S`.
+    """
+    reason = ""
+    for attempt in range(1, ATTEMPTS + 1):
+        await _wait_routable(fleet)
+        with fleet.routed() as member:
+            try:
+                answer = await member.client.generate(body)
+            except EngineRefused as error:
+                if "HTTP 4" in error.seen:
+                    raise
+                reason = str(error)
+            except EngineProtocolError as error:
+                reason = str(error)
+            except EngineError as error:
+                reason = str(error)
+                if member.status != "retired":
+                    fleet.retire(member, f"a request failed: {error.seen}")
+            else:
+                finish = (answer["meta_info"].get("finish_reason") or {}).get("type")
+                if member.status == "retired":
+                    reason = f"{member.name} was retired while it answered: {member.reason}"
+                elif finish == "abort":
+                    reason = f"{member.name} aborted the request"
+                else:
+                    return Answer(answer, member.name, attempt)
+        if on_retry is not None:
+            on_retry(reason)
+    raise RequestLost(f"no answer after {ATTEMPTS} attempts; the last: {reason}")
+
+
+async def _wait_routable(fleet: Fleet) -> None:
+    until = time.monotonic() + WAIT_FOR_ENGINE_S
+    while not fleet.routable():
+        left = until - time.monotonic()
+        everybody_retired = bool(fleet.members) and len(fleet.retired()) == len(fleet.members)
+        if left <= 0 or everybody_retired:
+            named = "; ".join(f"{name}: {why}" for name, why in fleet.retired().items()) or "none has joined"
+            raise FleetError(f"no engine left to send requests to ({named})")
+        await fleet.wait_changed(min(left, 1.0))
+        await asyncio.sleep(0)

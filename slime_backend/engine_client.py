@@ -1,0 +1,256 @@
+"""One SGLang engine over HTTP: every call has a deadline, every failure is one of four typed errors.
+
+Endpoints as SGLang 0.5.23 serves them (srt/entrypoints/http_server.py). aiohttp rather than httpx: a publication to
+256 engines is 768 short calls, and aiohttp's C parser makes them in a third of the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from slime_backend.policy import PauseMode
+from slime_backend.wire import REPORT_KEY, SchedulerReport, WireError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that each kind of call may take."""
+
+    pause: float = 15.0  # an abort pause polls once a second until the running requests are gone
+    flush: float = 30.0  # includes the retries while an overlapped batch drains
+    load: float = 600.0
+    control: float = 10.0  # label, resume, evidence, session calls
+    generate: float = 3600.0
+
+
+class EngineError(RuntimeError):
+    """A call to an engine failed. `took_effect` is False, or None when that can't be known."""
+
+    took_effect: bool | None = None
+
+    def __init__(self, engine: str, call: str, seen: str) -> None:
+        super().__init__(f"{engine}: {call}: {seen}")
+        self.engine, self.call, self.seen = engine, call, seen
+
+
+class EngineUnreachable(EngineError):
+    """No connection, or it broke. A request that was already sent may have taken effect."""
+
+
+class EngineTimeout(EngineError):
+    """No answer within the deadline. The request may have taken effect, or may yet."""
+
+
+class EngineRefused(EngineError):
+    """The engine answered and said no."""
+
+    took_effect = False
+
+
+class EngineProtocolError(EngineError):
+    """The engine answered something that isn't the wire contract."""
+
+
+class EngineClient:
+    """Control and data calls to one engine at `url`; safe for concurrent use inside one event loop.
+
+    client = EngineClient("http://127.0.0.1:30000")
+    await client.pause("retract")
+    await client.flush()
+    reports = await client.reports()        # one per data-parallel rank
+    await client.load_from_disk("runs/x/weights/v1")
+    await client.label("v1")
+    await client.resume()
+    await client.close()
+    """
+
+    def __init__(self, url: str, *, name: str | None = None, deadlines: Deadlines | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.name = name or self.url
+        self.deadlines = deadlines or Deadlines()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def call(
+        self, method: str, path: str, *, body: Mapping[str, Any] | None = None, deadline: float | None = None
+    ) -> Any:
+        """One HTTP call. Returns the parsed JSON, or the text where the engine answers text.
+
+        Raises EngineUnreachable, EngineTimeout, EngineRefused (status >= 400, or `"success": false`).
+        """
+        if self._session is None:
+            # No limit on connections: hundreds of rollouts may be in flight while a control call must get through.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=False))
+        seconds = self.deadlines.control if deadline is None else deadline
+        what = f"{method} {path}"
+        try:
+            async with self._session.request(
+                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds)
+            ) as response:
+                raw = await response.read()
+                status = response.status
+        except TimeoutError as error:
+            raise EngineTimeout(self.name, what, f"no answer within {seconds:g} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(self.name, what, f"{type(error).__name__}: {error}") from error
+        text = raw.decode("utf-8", "replace")
+        if status >= 400:
+            raise EngineRefused(self.name, what, f"HTTP {status}: {_one_line(text)}")
+        try:
+            parsed = json.loads(text)
+        except ValueError:
+            return text
+        if isinstance(parsed, dict) and parsed.get("success") is False:
+            raise EngineRefused(self.name, what, _one_line(str(parsed.get("message", text))))
+        return parsed
+
+    # ---- what the engine is -------------------------------------------------------------------------------------
+
+    async def server_info(self) -> dict[str, Any]:
+        info = await self.call("GET", "/server_info")
+        if not isinstance(info, dict):
+            raise EngineProtocolError(self.name, "GET /server_info", "not a JSON object; is this an SGLang server?")
+        return info
+
+    async def healthy(self, deadline: float = 2.0) -> bool:
+        try:
+            await self.call("GET", "/health", deadline=deadline)
+        except EngineError:
+            return False
+        return True
+
+    async def reports(self, info: Mapping[str, Any] | None = None) -> list[SchedulerReport]:
+        """Each data-parallel rank's own report. Raises EngineProtocolError where the plugin isn't loaded."""
+        info = await self.server_info() if info is None else info
+        states = info.get("internal_states")
+        if not isinstance(states, list) or not states:
+            raise EngineProtocolError(self.name, "GET /server_info", "no internal_states")
+        try:
+            return [SchedulerReport.from_json(state[REPORT_KEY]) for state in states]
+        except KeyError as error:
+            raise EngineProtocolError(
+                self.name,
+                "GET /server_info",
+                f"no {REPORT_KEY!r} report: start the engine with reef-slime installed and REEF_SLIME_HOOKS set",
+            ) from error
+        except WireError as error:
+            raise EngineProtocolError(self.name, "GET /server_info", str(error)) from error
+
+    # ---- publication --------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self.call("POST", "/pause_generation", body={"mode": mode}, deadline=self.deadlines.pause)
+
+    async def resume(self) -> None:
+        await self.call("POST", "/continue_generation", body={})
+
+    async def flush(self, deadline: float | None = None) -> None:
+        """One flush attempt, without the engine-side `timeout` (0.5.23 refuses that form on a paused engine)."""
+        await self.call("POST", "/flush_cache", deadline=self.deadlines.control if deadline is None else deadline)
+
+    async def label(self, version: str) -> None:
+        """Name the weights that are loaded now, keeping the requests in flight."""
+        await self.call("POST", "/update_weight_version", body={"new_version": version, "abort_all_requests": False})
+
+    async def abort_all(self) -> None:
+        await self.call("POST", "/abort_request", body={"abort_all": True})
+
+    async def load_from_disk(self, path: str) -> None:
+        """Load the Hugging Face checkpoint in `path`, visible to the engine; no flush, no label."""
+        await self.call(
+            "POST",
+            "/update_weights_from_disk",
+            body={"model_path": path, "flush_cache": False, "abort_all_requests": False},
+            deadline=self.deadlines.load,
+        )
+
+    async def begin_weight_session(self) -> bool:
+        """Open the session that 0.5.23 demands around distributed and tensor updates.
+
+        Returns False on an engine that has no such endpoint (0.5.15.post1), where none is needed.
+        """
+        try:
+            await self.call("POST", "/begin_weight_update", body={"selector": "all"})
+        except EngineRefused as error:
+            if "HTTP 404" in error.seen:
+                return False
+            raise
+        return True
+
+    async def end_weight_session(self) -> None:
+        await self.call("POST", "/end_weight_update", body={}, deadline=self.deadlines.load)
+
+    async def join_weight_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
+    ) -> None:
+        await self.call(
+            "POST",
+            "/init_weights_update_group",
+            body={
+                "master_address": address,
+                "master_port": port,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "group_name": group,
+                "backend": backend,
+            },
+            deadline=self.deadlines.load,
+        )
+
+    async def leave_weight_group(self, group: str) -> None:
+        await self.call("POST", "/destroy_weights_update_group", body={"group_name": group})
+
+    async def receive_tensors(
+        self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str
+    ) -> None:
+        """Make the engine receive these tensors by broadcast in `group`; returns once it has loaded them."""
+        await self.call(
+            "POST",
+            "/update_weights_from_distributed",
+            body={
+                "names": list(names),
+                "dtypes": list(dtypes),
+                "shapes": [list(s) for s in shapes],
+                "group_name": group,
+                "flush_cache": False,
+            },
+            deadline=self.deadlines.load,
+        )
+
+    # ---- data ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """One /generate call, not streamed. Token ids in, token ids and log-probs out."""
+        answer = await self.call("POST", "/generate", body=body, deadline=self.deadlines.generate)
+        if not isinstance(answer, dict) or "meta_info" not in answer:
+            raise EngineProtocolError(self.name, "POST /generate", f"no meta_info in {_one_line(str(answer))}")
+        return answer
+
+
+async def gather_all(coroutines: Sequence[Any]) -> list[Any]:
+    """Run all at once and return each one's result or exception, in order; cancellation goes through."""
+    return await asyncio.gather(*coroutines, return_exceptions=True)
+
+
+def _one_line(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -1,0 +1,64 @@
+"""What reef-slime adds inside an SGLang process (entry point group `sglang.srt.plugins`).
+
+`register` runs in every process that SGLang starts. It reads one variable, `REEF_SLIME_HOOKS`, and without it returns
+before anything else is imported, so an engine that was not started for us stays as it was. A hook that cannot be
+installed never takes the server down: the reason stands in the report that a controller reads, and the controller is
+the one to refuse.
+
+    hook           file               changes
+    cpu_attention  cpu_attention.py   attention on a CPU: right for sliding windows, fast for prefix hits and batches
+    kv_evidence    kv_evidence.py     /server_info: what each scheduler counted itself
+    kv_spans       kv_spans.py        meta_info: which weights sampled each token, and which computed its context
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+
+from slime_backend import wire
+
+# Hook name -> module with `install() -> str`, which returns `wire.ACTIVE` or why the hook is not active (yet).
+HOOK_MODULES: dict[str, str] = {
+    "cpu_attention": "slime_backend.engine_plugin.cpu_attention",
+    "kv_evidence": "slime_backend.engine_plugin.kv_evidence",
+    "kv_spans": "slime_backend.engine_plugin.kv_spans",
+}
+
+log = logging.getLogger(__name__)
+
+
+class UnknownHookError(ValueError):
+    """`REEF_SLIME_HOOKS` names a hook that this version does not have."""
+
+
+def requested_hooks() -> tuple[str, ...]:
+    """Hook names in `REEF_SLIME_HOOKS`, in order, each once.
+
+    Raises UnknownHookError before anything is installed: a misspelt hook is a hook that would be missed silently.
+    """
+    names = dict.fromkeys(name.strip() for name in os.environ.get(wire.HOOKS_VARIABLE, "").split(",") if name.strip())
+    unknown = [name for name in names if name not in HOOK_MODULES]
+    if unknown:
+        raise UnknownHookError(
+            f"{wire.HOOKS_VARIABLE} names unknown hooks: {', '.join(unknown)}; known are {', '.join(HOOK_MODULES)}"
+        )
+    return tuple(names)
+
+
+def register() -> None:
+    """Entry point: install the hooks that `REEF_SLIME_HOOKS` names."""
+    names = requested_hooks()
+    if not names:
+        return
+    from slime_backend.engine_plugin import registry
+
+    for name in names:
+        try:
+            status = importlib.import_module(HOOK_MODULES[name]).install()
+        except Exception as error:  # any fault of one hook: reported, and left to the controller to judge
+            log.exception("reef-slime hook %s could not be installed", name)
+            status = f"{type(error).__name__}: {error}"
+        registry.set_status(name, status)
+        log.info("reef-slime hook %s: %s", name, status)

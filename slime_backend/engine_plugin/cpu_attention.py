@@ -1,0 +1,244 @@
+"""Attention on a CPU that is right for sliding windows and does not recompute what a prefix hit gave.
+
+Replaces the attention backend `torch_native` on CPU runners (0.5.23, layers/attention/torch_native_backend.py), needed
+in SGLang 0.5.15.post1 and 0.5.23, where that backend
+  - reads sliding-window layers with slots of the full pool (:153 and :262; only the write is translated, :57-67),
+    which is an IndexError or, silently, the KV of other tokens;
+  - computes queries for the cached prefix as well (:143), so that a prefix hit saves no attention at all;
+  - decodes request by request (:236);
+  - ignores a layer's logit cap.
+The name stays, because choices, resolvers and `support_triton` treat any other name as a GPU backend. Anything that is
+not plain causal self-attention (cross attention, encoders, speculative batches) is left to the class it replaces.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from slime_backend import wire
+from slime_backend.engine_plugin import hf_window, registry
+
+HOOK = "cpu_attention"
+BACKEND = "torch_native"
+# Queries per block of a prefill: bounds the mask to 256 x context and lets a sliding layer skip keys outside its window.
+QUERY_BLOCK = 256
+
+Tensor = torch.Tensor
+
+
+def install() -> str:
+    """Re-register the backend; active once a runner has built it."""
+    from sglang.srt.layers.attention import attention_registry
+
+    stock_factory = attention_registry.ATTENTION_BACKENDS.get(BACKEND)
+    if stock_factory is None:
+        return f"this SGLang has no attention backend {BACKEND}"
+
+    def build(runner: Any) -> Any:
+        if torch.device(runner.device).type != "cpu":
+            registry.set_status(HOOK, f"the engine runs on {runner.device}, not on a CPU")
+            return stock_factory(runner)
+        registry.set_status(HOOK, wire.ACTIVE)
+        return backend_class()(runner)
+
+    status = registry.attach(HOOK, [(hf_window.TARGET, "after", hf_window.shorten_windows)])
+    if status != wire.ACTIVE:
+        return status
+    attention_registry.ATTENTION_BACKENDS[BACKEND] = build
+    return f"no runner of this process uses the attention backend {BACKEND}"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, logit_cap: float) -> Tensor:
+    """Softmax attention of q [B, K, Q, D] over k [B, K, N, D] and v [B, K, N, DV], `bias` added to the logits."""
+    if logit_cap <= 0:
+        return scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    # The fused kernel has no cap. float32, because tanh of a bfloat16 logit near the cap loses most of its digits.
+    logits = logit_cap * torch.tanh(torch.matmul(q.float(), k.float().transpose(-1, -2)) * (scale / logit_cap))
+    if bias is not None:
+        logits = logits + bias
+    return torch.matmul(logits.softmax(-1), v.float()).to(q.dtype)
+
+
+@functools.cache
+def backend_class() -> type:
+    """The backend, a subclass of SGLang's; a function because importing SGLang must wait for the hook to be asked for."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import AttentionType
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    class CpuAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]
+        """Per forward pass: `init_forward_metadata`, then one `forward_*` per layer; index tensors are shared by layers."""
+
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            super().init_forward_metadata(forward_batch)
+            self._lengths: list[int] = forward_batch.seq_lens.tolist()
+            self._rows: list[int] = forward_batch.req_pool_indices.tolist()
+            prefixes, extends = forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens
+            self._prefixes: list[int] | None = None if prefixes is None else prefixes.tolist()
+            self._extends: list[int] | None = None if extends is None else extends.tolist()
+            self._slots: dict[Any, Tensor] = {}
+            self._biases: dict[Any, Tensor] = {}
+            self._decode_groups: dict[Any, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+
+        def _is_plain(self, layer: Any, forward_batch: Any) -> bool:
+            return not (
+                layer.is_cross_attention
+                or layer.attn_type == AttentionType.ENCODER_ONLY
+                or forward_batch.encoder_lens is not None  # rows start with the encoder's tokens
+            )
+
+        def _store(self, layer: Any, forward_batch: Any, k: Tensor | None, v: Tensor | None, save: bool) -> None:
+            if save and k is not None and v is not None:
+                location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+                self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+
+        def _pool_of(self, layer: Any) -> tuple[bool, int | None]:
+            """Whether the layer's KV lives in the sliding-window pool, and its window (keys before the token)."""
+            pool, window = self.token_to_kv_pool, layer.sliding_window_size
+            in_swa_pool = isinstance(pool, SWAKVPool) and pool.layers_mapping[layer.layer_id][1]
+            return in_swa_pool, None if window is None or window < 0 else int(window)
+
+        def _slots_of(self, request: int, start: int, in_swa_pool: bool) -> Tensor:
+            """KV slots of positions start .. length of one request, in the layer's pool."""
+            key = (request, start, in_swa_pool)
+            if key not in self._slots:
+                row = self.req_to_token_pool.req_to_token[self._rows[request], start : self._lengths[request]].long()
+                if in_swa_pool:
+                    row = self.token_to_kv_pool.translate_loc_from_full_to_swa(row).long()
+                self._slots[key] = row
+            return self._slots[key]
+
+        def _bias(self, first: int, count: int, key_start: int, window: int | None, groups: int, dtype: Any) -> Tensor:
+            """Additive causal (and window) mask for queries first .. first+count, repeated for each head of a group."""
+            key = (first, count, key_start, window, groups, dtype)
+            if key not in self._biases:
+                query = torch.arange(first, first + count).unsqueeze(1)
+                position = torch.arange(key_start, first + count).unsqueeze(0)
+                seen = position <= query
+                if window is not None:
+                    seen &= position >= query - window
+                bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+                self._biases[key] = bias.repeat(groups, 1)
+            return self._biases[key]
+
+        def forward_extend(
+            self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        ) -> Tensor:
+            """Attention of the new tokens only: q [tokens, heads * D] -> [tokens, heads * DV]."""
+            if self._prefixes is None or self._extends is None or not self._is_plain(layer, forward_batch):
+                return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            self._store(layer, forward_batch, k, v, save_kv_cache)
+            heads, kv_heads, dim, v_dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+            groups, cap = heads // kv_heads, layer.logit_cap or 0.0
+            in_swa_pool, window = self._pool_of(layer)
+            keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+            query = q.reshape(-1, heads, dim)
+            output = query.new_empty(query.shape[0], heads, v_dim)
+            base = 0
+            for request, (prefix, extend) in enumerate(zip(self._prefixes, self._extends, strict=True)):
+                if extend == 0:
+                    continue
+                oldest = 0 if window is None else max(0, prefix - window)
+                slots = self._slots_of(request, oldest, in_swa_pool)
+                key_all = keys[slots].to(q.dtype).transpose(0, 1)[None]  # [1, K, N, D]
+                value_all = values[slots].to(q.dtype).transpose(0, 1)[None]
+                if prefix == 0 and window is None and cap <= 0:
+                    # The causal kernel skips the upper triangle by itself, which no mask makes it do.
+                    block = scaled_dot_product_attention(
+                        query[base : base + extend].transpose(0, 1)[None],
+                        key_all,
+                        value_all,
+                        is_causal=True,
+                        scale=layer.scaling,
+                        enable_gqa=groups > 1,
+                    )
+                    output[base : base + extend] = block[0].transpose(0, 1)
+                    base += extend
+                    continue
+                for start in range(0, extend, QUERY_BLOCK):
+                    end = min(extend, start + QUERY_BLOCK)
+                    count, first = end - start, prefix + start
+                    low = oldest if window is None else max(oldest, first - window)
+                    bias = None
+                    if count > 1 or window is not None:
+                        bias = self._bias(first, count, low, window, groups, q.dtype)
+                    # The heads of a group share their keys: fold them into the query axis, which the kernel handles fast.
+                    folded = query[base + start : base + end].view(count, kv_heads, groups, dim).permute(1, 2, 0, 3)
+                    span = slice(low - oldest, prefix + end - oldest)
+                    block = attend(
+                        folded.reshape(1, kv_heads, groups * count, dim),
+                        key_all[:, :, span],
+                        value_all[:, :, span],
+                        bias,
+                        layer.scaling,
+                        cap,
+                    )
+                    block = block.view(kv_heads, groups, count, v_dim).permute(2, 0, 1, 3)
+                    output[base + start : base + end] = block.reshape(count, heads, v_dim)
+                base += extend
+            output[base:] = 0  # rows that only pad the batch
+            return output.view(-1, heads * v_dim)
+
+        def _groups_for(self, in_swa_pool: bool, window: int | None, heads_per_key: int, dtype: Any) -> list[Any]:
+            """Decode batch as groups of (request indices, slots [B * N], bias or None).
+
+            Requests are grouped by the power of two of their key count, so that padding at most doubles the work.
+            """
+            key = (in_swa_pool, window, heads_per_key, dtype)
+            if key in self._decode_groups:
+                return self._decode_groups[key]
+            buckets: dict[int, list[tuple[int, Tensor]]] = {}
+            for request, length in enumerate(self._lengths):
+                oldest = 0 if window is None else max(0, length - 1 - window)
+                slots = self._slots_of(request, oldest, in_swa_pool)
+                buckets.setdefault(slots.numel().bit_length(), []).append((request, slots))
+            groups = []
+            for members in buckets.values():
+                counts = [slots.numel() for _, slots in members]
+                widest = max(counts)
+                padded = torch.zeros(len(members), widest, dtype=torch.long)  # slot 0 is SGLang's own padding slot
+                bias = None
+                if min(counts) != widest:
+                    bias = torch.zeros(len(members), 1, 1, widest, dtype=dtype)
+                for index, (_, slots) in enumerate(members):
+                    padded[index, : counts[index]] = slots
+                    if bias is not None:
+                        bias[index, ..., counts[index] :] = float("-inf")
+                if bias is not None:
+                    bias = bias.expand(-1, 1, heads_per_key, -1)  # the fused kernel wants a full query axis
+                groups.append((torch.tensor([request for request, _ in members]), padded.view(-1), bias))
+            self._decode_groups[key] = groups
+            return groups
+
+        def forward_decode(
+            self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        ) -> Tensor:
+            """Attention of one new token per request: q [B, heads * D] -> [B, heads * DV]."""
+            if not self._is_plain(layer, forward_batch) or len(self._lengths) != q.shape[0]:
+                return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+            self._store(layer, forward_batch, k, v, save_kv_cache)
+            heads, kv_heads, dim, v_dim = layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim
+            per_key = heads // kv_heads
+            keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+            query = q.reshape(-1, kv_heads, per_key, dim)
+            output = query.new_empty(query.shape[0], kv_heads, per_key, v_dim)
+            for members, slots, bias in self._groups_for(*self._pool_of(layer), per_key, q.dtype):
+                size = members.numel()
+                key = keys.index_select(0, slots).view(size, -1, kv_heads, dim).to(q.dtype).transpose(1, 2)
+                value = values.index_select(0, slots).view(size, -1, kv_heads, v_dim).to(q.dtype).transpose(1, 2)
+                whole = size == query.shape[0]  # one group holds every request, in order
+                block = attend(query if whole else query[members], key, value, bias, layer.scaling, layer.logit_cap or 0.0)
+                if whole:
+                    output = block
+                else:
+                    output[members] = block
+            return output.reshape(-1, heads * v_dim)
+
+    return CpuAttentionBackend

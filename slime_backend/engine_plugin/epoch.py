@@ -1,0 +1,84 @@
+"""The weight epoch of this scheduler process: a count of weight mutations, with the version name of each.
+
+Changes no behaviour: it listens. Works with SGLang 0.5.23 (scheduler_components/weight_updater.py:149-289 for the four
+update calls, managers/scheduler.py:5630 for /update_weight_version). The count moves BEFORE the first byte can change,
+so an update that fails half-way is an epoch of its own, and on a bare renaming as well, because writers that bypass
+SGLang (RDMA) announce nothing else. An epoch bears the version name that was in force when it ended: a name which
+arrives after the weights, while nothing was sampled, leaves an epoch without tokens in between.
+
+Shared by the hooks that need it; they subscribe with `on_end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slime_backend import wire
+from slime_backend.engine_plugin import registry
+
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATES = tuple(f"{UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
+RENAME = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version"
+
+# Called with the scheduler and the epoch that ends, while its version name is still in force.
+Listener = Callable[[Any, int], None]
+
+
+class WeightEpoch:
+    """Counts weight mutations. `current_version` names the version that the engine serves now."""
+
+    def __init__(self, current_version: Callable[[], str]) -> None:
+        self.number = 0
+        self._current_version = current_version
+        self._names: dict[int, str] = {}
+        self._admissions = 0
+        self._listeners: list[Listener] = []
+
+    def on_end(self, listener: Listener) -> None:
+        self._listeners.append(listener)
+
+    def advance(self, scheduler: Any) -> None:
+        """End the current epoch."""
+        for listener in self._listeners:
+            listener(scheduler, self.number)
+        self._names[self.number] = self._current_version()
+        self.number += 1
+        self._admissions = 0
+
+    def version(self, epoch: int) -> str:
+        """Version name of an epoch."""
+        return self._names.get(epoch) or self._current_version()
+
+    def next_order(self) -> int:
+        """Place of an admission to prefill inside the current epoch, from 0."""
+        order, self._admissions = self._admissions, self._admissions + 1
+        return order
+
+
+def _served_version() -> str:
+    from sglang.srt.runtime_context import get_serving
+
+    return str(get_serving().weight_version)
+
+
+EPOCH = WeightEpoch(_served_version)
+_status: str | None = None
+
+
+def install(hook: str) -> str:
+    """Listen to weight mutations, once per process. Returns `wire.ACTIVE`, or which target this SGLang lacks."""
+    global _status
+    if _status != wire.ACTIVE:
+        _status = registry.attach(
+            hook, [*((target, "before", _before_update) for target in UPDATES), (RENAME, "before", _before_rename)]
+        )
+    return _status
+
+
+def _before_update(updater: Any, *args: Any, **kwargs: Any) -> None:
+    EPOCH.advance(updater.scheduler)
+
+
+def _before_rename(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    EPOCH.advance(scheduler)

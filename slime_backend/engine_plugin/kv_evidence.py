@@ -1,0 +1,190 @@
+"""Puts into /server_info what each scheduler counted itself: KV in the tree, free slots, requests that hold KV, flushes.
+
+Adds `internal_states[i]["reef_slime"]` (wire.SchedulerReport), one per data-parallel rank. Written for SGLang 0.5.23
+and needed in every version, because nothing else says that a flush was carried out by every rank:
+  - with DP > 1 /flush_cache returns rank 0's answer only (tokenizer_control_mixin.py:325);
+  - /server_info has capacities but no occupancy, and a refused flush is one line in the log (scheduler.py:5540).
+
+Listens around Scheduler.flush_cache (:5518), pause_generation (:5817) and continue_generation (:5934), and adds to
+get_internal_state (:5549). The pause mode `abort` never reaches the scheduler (tokenizer_manager.py:2272), so `paused`
+and `pauses` do not count it.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_backend import wire
+from slime_backend.engine_plugin import epoch, registry
+from slime_backend.engine_plugin.epoch import EPOCH
+
+HOOK = "kv_evidence"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+
+@dataclass(slots=True)
+class Counters:
+    """What this scheduler process did since it started, and its last pause."""
+
+    instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    process: int = field(default_factory=os.getpid)
+    flush_epoch: int = 0
+    flush_refused: int = 0
+    last_refusal: dict[str, Any] | None = None
+    pauses: int = 0
+    pause_mode: str | None = None
+    in_flight_at_pause: int = 0
+    retracted_at_pause: int = 0
+    tokens_at_pause: int = 0
+
+
+_counters = Counters()
+
+
+def counters() -> Counters:
+    """Counters of this process: a child that was forked after loading the plugin starts its own."""
+    global _counters
+    if _counters.process != os.getpid():
+        _counters = Counters()
+    return _counters
+
+
+def install() -> str:
+    status = epoch.install(HOOK)
+    if status != wire.ACTIVE:
+        return status
+    return registry.attach(
+        HOOK,
+        [
+            (f"{SCHEDULER}.get_internal_state", "after", _after_internal_state),
+            (f"{SCHEDULER}.flush_cache", "around", _around_flush),
+            (f"{SCHEDULER}.pause_generation", "around", _around_pause),
+            (f"{SCHEDULER}.continue_generation", "around", _around_continue),
+        ],
+    )
+
+
+def live_requests(scheduler: Any) -> list[Any]:
+    """Every unfinished or KV-holding request that the scheduler knows, each once."""
+    found = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs(), *scheduler.grammar_manager.grammar_queue]
+    if scheduler.chunked_req is not None:
+        found.append(scheduler.chunked_req)
+    for batch, _ in getattr(scheduler, "result_queue", None) or ():  # exists with the overlap schedule only
+        found.extend(batch.reqs)
+    unique = {id(req): req for req in found}
+    return [req for req in unique.values() if req.kv.holds_kv or not req.finished()]
+
+
+def evidence(scheduler: Any) -> wire.KvEvidence:
+    """Count the scheduler's KV. Runs on the scheduler's own thread, between two steps."""
+    tree, rows, own = scheduler.tree_cache, scheduler.req_to_token_pool, counters()
+    full_free, full_capacity, swa_free, swa_capacity = _slots(scheduler.token_to_kv_pool_allocator)
+    hybrid = swa_capacity > 0
+    holding = sum(req.kv.holds_kv for req in live_requests(scheduler))
+    holding += sum(record.holds_kv for record in tree.session_records().values())
+    return wire.KvEvidence(
+        flush_epoch=own.flush_epoch,
+        flush_refused=own.flush_refused,
+        last_refusal=own.last_refusal,
+        paused=bool(scheduler._engine_paused),
+        pauses=own.pauses,
+        pause_mode=own.pause_mode,
+        in_flight_at_pause=own.in_flight_at_pause,
+        retracted_at_pause=own.retracted_at_pause,
+        tokens_at_pause=own.tokens_at_pause,
+        tree_full_evictable=int(tree.full_evictable_size() if hybrid else tree.evictable_size()),
+        tree_full_protected=int(tree.full_protected_size() if hybrid else tree.protected_size()),
+        tree_swa_evictable=int(tree.swa_evictable_size()) if hybrid else 0,
+        tree_swa_protected=int(tree.swa_protected_size()) if hybrid else 0,
+        full_free=full_free,
+        full_capacity=full_capacity,
+        swa_free=swa_free,
+        swa_capacity=swa_capacity,
+        request_rows_free=int(rows.available_size()),
+        request_rows_capacity=int(rows.size),
+        requests_holding_kv=int(holding),
+        waiting=len(scheduler.waiting_queue),
+        running=len(scheduler.running_batch.reqs),
+        chunked=int(scheduler.chunked_req is not None),
+        result_queue=len(getattr(scheduler, "result_queue", None) or ()),
+    )
+
+
+def _slots(allocator: Any) -> tuple[int, int, int, int]:
+    """Free and capacity of the full pool, then of the sliding-window pool (0, 0 without one).
+
+    A paged allocator hands out whole pages and never the rest of a pool that is no multiple of its page
+    (mem_cache/allocator/paged.py:153), so capacity is counted in whole pages too.
+    """
+    page = int(allocator.page_size)
+    if not hasattr(allocator, "swa_available_size"):
+        return int(allocator.available_size()), int(allocator.size) // page * page, 0, 0
+    return (
+        int(allocator.full_available_size()),
+        int(allocator.size_full) // page * page,
+        int(allocator.swa_available_size()),
+        int(allocator.size_swa) // page * page,
+    )
+
+
+def _after_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    report = wire.SchedulerReport(
+        instance_id=counters().instance_id,
+        hooks=registry.statuses(),
+        epoch=EPOCH.number,
+        kv=evidence(scheduler),
+    )
+    output.internal_state[wire.REPORT_KEY] = report.to_json()
+    return output
+
+
+def _around_flush(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    reason = _refusal(scheduler)
+    flushed = bool(original(scheduler, *args, **kwargs))
+    own = counters()
+    if flushed:
+        own.flush_epoch += 1
+    else:
+        own.flush_refused += 1
+        own.last_refusal = reason
+    return flushed
+
+
+def _refusal(scheduler: Any) -> dict[str, Any]:
+    """What Scheduler.is_fully_idle (0.5.23, scheduler.py:5337) looks at, so a refusal can be explained."""
+    seen = evidence(scheduler)
+    last_batch = scheduler.last_batch
+    return {
+        "paused": seen.paused,
+        "pause_mode": seen.pause_mode,
+        "requests_holding_kv": seen.requests_holding_kv,
+        "waiting": seen.waiting,
+        "running": seen.running,
+        "chunked": seen.chunked,
+        "result_queue": seen.result_queue,
+        "last_batch": 0 if last_batch is None else len(last_batch.reqs),
+        "grammar_queue": len(scheduler.grammar_manager.grammar_queue),
+    }
+
+
+def _around_pause(original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    before = [(req, int(req.kv.kv_committed_len) if req.kv.holds_kv else 0) for req in live_requests(scheduler)]
+    result = original(scheduler, request, *args, **kwargs)
+    # A request that finished while the pause read back its last step lost its KV too, but not to the pause.
+    taken = [tokens for req, tokens in before if tokens and not req.kv.holds_kv and not req.finished()]
+    own = counters()
+    own.pauses += 1
+    own.pause_mode = str(request.mode)
+    own.in_flight_at_pause = sum(not req.finished() for req, _ in before)
+    own.retracted_at_pause = len(taken)
+    own.tokens_at_pause = sum(taken)
+    return result
+
+
+def _around_continue(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(scheduler, *args, **kwargs)
+    counters().pause_mode = None
+    return result

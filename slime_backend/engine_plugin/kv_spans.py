@@ -1,0 +1,159 @@
+"""Says in meta_info which weights sampled each token, which computed the KV it came from, and what each prefill reused.
+
+Adds `kv_provenance` and `prefills` to a finished response (0.5.23). Needed in every SGLang version: `weight_versions`
+(native from 0.5.23, managers/scheduler.py:5636) tells who sampled a token, not under which weights its context was
+computed, and `cached_tokens` of a retracted request stays what its first prefill found (schedule_batch.py:2965).
+
+Emitted through SGLang's own extension point (output_streamer.py:235-270, a subclass returned by
+Scheduler.get_output_streamer_class). It refuses a request-level value to the Rust egress (:98), so there this hook is
+inactive. A stream of increments cuts every such value at the chunk's offset (tokenizer_manager.py:364); ours are lists
+over segments, not tokens, and are kept whole.
+
+Also corrects one native count: with the overlap schedule a token that is sampled but not yet read back at an in-place
+publication is credited to the new version (scheduler.py:5636 counts `output_ids`, which trail the forward by one).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import asdict
+from typing import Any
+
+from slime_backend import wire
+from slime_backend.engine_plugin import epoch, registry
+from slime_backend.engine_plugin.epoch import EPOCH
+from slime_backend.engine_plugin.trace import Admission, RequestTrace
+
+HOOK = "kv_spans"
+KEYS = (wire.KV_PROVENANCE_KEY, wire.PREFILLS_KEY)
+
+PREFILL = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
+STREAMER = "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class"
+RELABEL = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
+SLICE = "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info"
+
+# Requests that were admitted and have not been reported yet. Weak: SGLang may drop a request without finishing it.
+_traces: weakref.WeakKeyDictionary[Any, RequestTrace] = weakref.WeakKeyDictionary()
+
+
+def install() -> str:
+    """Attach; active once the scheduler has built its output streamer."""
+    status = epoch.install(HOOK)
+    if status != wire.ACTIVE:
+        return status
+    status = registry.attach(
+        HOOK,
+        [
+            (PREFILL, "before", _before_prefill),
+            (STREAMER, "after", _streamer_class),
+            (RELABEL, "around", _around_relabel),
+            (SLICE, "around", _around_slice),
+        ],
+    )
+    if status != wire.ACTIVE:
+        return status
+    EPOCH.on_end(_on_epoch_end)
+    return "this process has built no output streamer"
+
+
+def sampled_tokens(req: Any) -> int:
+    """Output tokens of `req` that were sampled, read back or not.
+
+    KV of prompt + n positions is written by the pass that samples output token n + 1, and is counted when that pass is
+    launched (mem_cache/allocation.py:484 and :685); `output_ids` grow one pass later under the overlap schedule.
+    """
+    known = len(req.output_ids)
+    if not req.kv.holds_kv:
+        return known
+    return max(known, req.kv.kv_committed_len - len(req.origin_input_ids) + 1)
+
+
+def _before_prefill(batch: Any, *args: Any, **kwargs: Any) -> None:
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    for req in batch.reqs:
+        if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
+            continue  # a /health between a publication and its first rollout must not take that rollout's order 0
+        trace = _traces.get(req)
+        if trace is not None and req.kv.holds_kv:
+            continue  # a later chunk of a prefill that is already counted
+        if trace is None:
+            trace = _traces[req] = RequestTrace(prompt_length=len(req.origin_input_ids))
+        admission = Admission(
+            epoch=EPOCH.number,
+            order=EPOCH.next_order(),
+            cached=int(req.prefix_len),
+            total=len(req.full_untruncated_fill_ids),
+        )
+        trace.admit(admission, sampled=len(req.output_ids))
+
+
+def _on_epoch_end(scheduler: Any, ending: int) -> None:
+    for req, trace in list(_traces.items()):
+        committed = int(req.kv.kv_committed_len) if req.kv.holds_kv else None
+        trace.publish(ending, committed, sampled_tokens(req))
+
+
+def _report(reqs: list[Any]) -> dict[str, list[list[dict[str, Any]]]]:
+    """Values for `build_additional_customized_info`: one list per request, empty before the last chunk.
+
+    The receiver extends one list over all chunks of a request, so each value must be sent once.
+    """
+    provenance: list[list[dict[str, Any]]] = []
+    prefills: list[list[dict[str, Any]]] = []
+    for req in reqs:
+        trace = _traces.pop(req, None) if req.finished() else None
+        if trace is None:
+            provenance.append([])
+            prefills.append([])
+            continue
+        segments = trace.kv_segments(EPOCH.number, len(req.output_ids_through_stop), EPOCH.version)
+        provenance.append([asdict(segment) for segment in segments])
+        prefills.append([asdict(prefill) for prefill in trace.prefills(EPOCH.version)])
+    return {wire.KV_PROVENANCE_KEY: provenance, wire.PREFILLS_KEY: prefills}
+
+
+def _streamer_class(cls: type, scheduler: Any) -> type:
+    if scheduler.rust_server is not None:
+        registry.set_status(HOOK, "the Rust server (SGLANG_RUST_SERVER) takes no additional output")
+        return cls
+    registry.set_status(HOOK, wire.ACTIVE)
+    return _reporting_streamer(cls)
+
+
+@functools.cache
+def _reporting_streamer(base: Any) -> type:
+    class ReportingStreamer(base):  # type: ignore[misc]
+        """Adds our two keys to what the base class emits."""
+
+        __slots__ = ()
+        has_additional_customized_info = True
+
+        def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
+            return {**base.build_additional_customized_info(self, reqs), **_report(reqs)}
+
+        def is_request_level_customized_info_key(self, key: str) -> bool:
+            return key in KEYS or base.is_request_level_customized_info_key(self, key)
+
+    return ReportingStreamer
+
+
+def _around_relabel(original: Any, scheduler: Any, new_version: str | None) -> Any:
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    in_flight = [
+        (req, len(req.weight_version_events)) for req in list(_traces) if sampled_tokens(req) > len(req.output_ids)
+    ]
+    old_version = EPOCH.version(EPOCH.number)
+    result = original(scheduler, new_version)
+    if old_version != EPOCH.version(EPOCH.number):
+        for req, events_before in in_flight:
+            del req.weight_version_events[events_before:]
+            req.weight_version_events.append(WeightVersionEvent(old_version, sampled_tokens(req)))
+    return result
+
+
+def _around_slice(original: Any, meta_info: dict[Any, Any], offset: int, keys: Any = None) -> None:
+    kept = None if keys is None else [key for key in keys if key not in KEYS]
+    original(meta_info, offset, kept)

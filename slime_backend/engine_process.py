@@ -1,0 +1,222 @@
+"""Starting, watching and stopping one real SGLang engine on this machine's loopback.
+
+    engine = LocalEngine(EngineSettings(model="tiny"), log_path=Path("engine0.log"))
+    engine.start()
+    engine.wait_ready()             # raises EngineStartError with the engine's own last words
+    ...
+    engine.stop()
+
+A controller that dies in any way leaves no engine behind: see engine_guard.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slime_backend import engine_guard
+from slime_backend.wire import HOOKS_VARIABLE
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
+
+
+class EngineStartError(RuntimeError):
+    """The engine did not become ready; the message has its last error line and its log."""
+
+
+class PortOccupiedError(EngineStartError):
+    """Something else listens on the asked port."""
+
+
+def free_port() -> int:
+    """A loopback port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int) -> None:
+    """Raise PortOccupiedError where `port` can't be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError as error:
+            raise PortOccupiedError(
+                f"port {port} on {LOOPBACK} can't be used ({error.strerror}); stop what listens there or choose "
+                "another port (0 lets the engine pick a free one)"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What one engine is started with. Defaults are those of a small model on a CPU."""
+
+    model: str
+    port: int = 0  # 0: any free port
+    device: str = "cpu"
+    dtype: str = "float32"
+    radix_cache: bool = True
+    weight_version: str = "v0"
+    max_total_tokens: int = 65536  # KV slots; bounds the memory of an engine that would else take a share of all RAM
+    chunked_prefill_size: int = 8192
+    page_size: int = 1
+    dp_size: int = 1
+    hooks: Sequence[str] = DEFAULT_HOOKS
+    threads: int = 1
+    skip_tokenizer: bool = True
+    overlap_schedule: bool = False
+    extra: Sequence[str] = ()  # further flags of sglang.launch_server
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, port: int, nccl_port: int) -> list[str]:
+        flags = {
+            "--model-path": self.model,
+            "--host": LOOPBACK,
+            "--port": str(port),
+            "--nccl-port": str(nccl_port),
+            "--device": self.device,
+            "--dtype": self.dtype,
+            "--weight-version": self.weight_version,
+            "--max-total-tokens": str(self.max_total_tokens),
+            "--chunked-prefill-size": str(self.chunked_prefill_size),
+            "--page-size": str(self.page_size),
+            "--dp-size": str(self.dp_size),
+            "--log-level": "info",
+        }
+        command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
+        for name, value in flags.items():
+            command += [name, value]
+        if self.device == "cpu":
+            # The Hugging Face model code runs without SGLang's CUDA kernels. The static fraction keeps the start-up
+            # estimate positive beside a large prefill chunk (SGLang 0.5.23 fails on a negative one).
+            command += ["--attention-backend", "torch_native", "--model-impl", "transformers"]
+            command += ["--mem-fraction-static", "0.2"]
+        if not self.radix_cache:
+            command.append("--disable-radix-cache")
+        if not self.overlap_schedule:
+            command.append("--disable-overlap-schedule")
+        if self.skip_tokenizer:
+            command.append("--skip-tokenizer-init")
+        return command + list(self.extra)
+
+
+class LocalEngine:
+    """One engine process behind its guard. Not thread-safe."""
+
+    def __init__(self, settings: EngineSettings, *, log_path: Path, name: str = "engine") -> None:
+        self.settings = settings
+        self.name = name
+        self.log_path = log_path
+        self.port = 0
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The guard's process id."""
+        return None if self._guard is None else self._guard.pid
+
+    def check(self) -> None:
+        """Raise what would stop this engine from starting: EngineStartError for a missing model, PortOccupiedError."""
+        if not (Path(self.settings.model) / "config.json").is_file():
+            raise EngineStartError(
+                f"{self.name}: no model at {self.settings.model} (config.json is missing); give a directory with a "
+                "Hugging Face checkpoint"
+            )
+        if self.settings.port:
+            check_port(self.settings.port)
+
+    def start(self) -> None:
+        """Check, start the process and return at once."""
+        self.check()
+        self.port = self.settings.port or free_port()
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(self.settings.threads),
+            "TORCHDYNAMO_DISABLE": "1",  # a 23 s compile of the first step buys nothing on a tiny model
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            HOOKS_VARIABLE: ",".join(self.settings.hooks),
+            **self.settings.environment,
+        }
+        if self.settings.device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as output:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-S", engine_guard.__file__, *self.settings.command(self.port, free_port())],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def alive(self) -> bool:
+        return self._guard is not None and self._guard.poll() is None
+
+    def wait_ready(self, deadline_s: float = 300.0) -> None:
+        """Return once /health answers 200. Raises EngineStartError when the process ends first, or at the deadline."""
+        until = time.monotonic() + deadline_s
+        while time.monotonic() < until:
+            if not self.alive():
+                raise EngineStartError(f"{self.name}: the engine ended while starting: {self.last_words()}")
+            with (
+                contextlib.suppress(urllib.error.URLError, OSError),
+                urllib.request.urlopen(self.url + "/health", timeout=2),
+            ):
+                return
+            time.sleep(0.2)
+        raise EngineStartError(f"{self.name}: not ready after {deadline_s:g} s: {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The last error line of the log, and where the log is."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError as error:
+            return f"(no log: {error})"
+        filled = [line.strip() for line in lines if line.strip()]
+        errors = [line for line in filled if "Error" in line or "error:" in line]
+        words = errors[-1] if errors else (filled[-1] if filled else "(it printed nothing)")
+        return f"{words[:300]} (log: {self.log_path})"
+
+    def stop(self) -> None:
+        """End the engine and all its children; returns when they are gone. May be called again."""
+        if self._guard is None:
+            return
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()  # the guard reads end-of-file and ends the group
+        try:
+            self._guard.wait(engine_guard.GRACE_S + 10)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()  # the engine dies with its guard
+            self._guard.wait()
+        self._guard = None
+
+
+@contextlib.contextmanager
+def running_engines(engines: Sequence[LocalEngine], *, ready_s: float = 300.0):  # type: ignore[no-untyped-def]
+    """Start all engines side by side, yield them once all are ready, and stop every one whatever happens."""
+    try:
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.wait_ready(ready_s)
+        yield engines
+    finally:
+        for engine in engines:
+            engine.stop()

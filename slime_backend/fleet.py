@@ -1,0 +1,158 @@
+"""Which engines exist, which weight version each one is confirmed at, and which may answer requests.
+
+    joining --confirmed at the fleet's version--> confirmed --a publication it isn't part of or fails--> retired
+    retired --admitted again (a restarted or recovered engine)--> joining
+
+Only a confirmed engine is routed to. Decisions here are plain state changes without I/O; `admit` is the one function
+that asks an engine, because what an engine was started with must be read back from the engine itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from slime_backend.engine_client import EngineClient
+from slime_backend.policy import Policy, check_radix_setting
+from slime_backend.wire import SchedulerReport
+
+Status = Literal["joining", "confirmed", "retired"]
+
+
+class FleetError(RuntimeError):
+    """The fleet can't do what was asked; the message names the engine and the way out."""
+
+
+class EngineUnfit(FleetError):
+    """A live engine's own report doesn't fit the policy."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine as the fleet knows it."""
+
+    client: EngineClient
+    status: Status = "joining"
+    version: str | None = None  # the version that it was last confirmed at
+    reason: str = ""  # why it was retired
+    in_flight: int = 0  # requests that the dispatcher has sent and not yet got back
+
+    @property
+    def name(self) -> str:
+        return self.client.name
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The engines of one publishing group; one per trainer, used inside one event loop."""
+
+    policy: Policy
+    version: str
+    members: dict[str, Member] = field(default_factory=dict)
+    # Two publications at once would interleave their pauses and loads.
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, member: Member) -> None:
+        known = self.members.get(member.name)
+        if known is not None and known.status != "retired":
+            raise FleetError(f"{member.name} is already in the fleet ({known.status}); retire it first")
+        self.members[member.name] = member
+
+    def confirm(self, member: Member, version: str) -> None:
+        member.status, member.version, member.reason = "confirmed", version, ""
+        self._notify()
+
+    def retire(self, member: Member, reason: str) -> None:
+        """Take an engine out of routing; it stays listed with the reason until it is admitted again."""
+        member.status, member.reason = "retired", reason
+        self._notify()
+
+    def move_to(self, version: str, confirmed: list[Member]) -> None:
+        """After a publication: the fleet is at `version`; a member that isn't confirmed at it must not be routed."""
+        self.version = version
+        for member in confirmed:
+            self.confirm(member, version)
+        for member in self.members.values():
+            if member.status == "confirmed" and member.version != version:
+                member.status = "joining"
+        self._notify()
+
+    def routable(self) -> list[Member]:
+        return [m for m in self.members.values() if m.status == "confirmed" and m.version == self.version]
+
+    def updatable(self) -> list[Member]:
+        """The members that the next publication must reach."""
+        return [m for m in self.members.values() if m.status != "retired"]
+
+    def retired(self) -> Mapping[str, str]:
+        return {m.name: m.reason for m in self.members.values() if m.status == "retired"}
+
+    @contextmanager
+    def routed(self) -> Iterator[Member]:
+        """The confirmed engine with the fewest requests in flight, counted while the block runs.
+
+        Raises FleetError where no engine is confirmed at the fleet's version.
+        """
+        candidates = self.routable()
+        if not candidates:
+            named = "; ".join(f"{m.name} {m.status} {m.reason}".rstrip() for m in self.members.values()) or "no engines"
+            raise FleetError(f"no engine is confirmed at version {self.version}: {named}")
+        member = min(candidates, key=lambda m: m.in_flight)
+        member.in_flight += 1
+        try:
+            yield member
+        finally:
+            member.in_flight -= 1
+
+    async def wait_changed(self, timeout_s: float) -> None:
+        """Return at the next change of any member's status, or after `timeout_s`."""
+        event = self._changed
+        try:
+            await asyncio.wait_for(event.wait(), timeout_s)
+        except TimeoutError:
+            pass
+
+    def _notify(self) -> None:
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+
+def check_fit(name: str, info: Mapping[str, Any], reports: list[SchedulerReport], policy: Policy) -> None:
+    """Raise EngineUnfit where a live engine's own report contradicts the policy.
+
+    slime applies per-group overrides last, so what an engine was asked to be proves nothing.
+    """
+    radix_on = not bool(info.get("disable_radix_cache", False))
+    try:
+        check_radix_setting(policy, radix_on, f"engine {name}'s own report (disable_radix_cache=false)")
+    except ValueError as error:
+        raise EngineUnfit(str(error)) from error
+    for rank, report in enumerate(reports):
+        missing = report.missing_hooks(policy.needed_hooks)
+        if missing:
+            listed = ", ".join(f"{hook} ({why})" for hook, why in missing.items())
+            raise EngineUnfit(
+                f"engine {name}, rank {rank}: the policy '{policy}' needs hooks that aren't active: {listed}; start "
+                f"the engine with REEF_SLIME_HOOKS={','.join(policy.needed_hooks)}"
+            )
+
+
+async def admit(fleet: Fleet, client: EngineClient) -> Member:
+    """Check a live engine against the policy and add it: confirmed at once if it already serves the fleet's version,
+    joining (not routed) until the next publication reaches it otherwise.
+
+    Raises EngineUnfit, or EngineError where it doesn't answer.
+    """
+    info = await client.server_info()
+    reports = await client.reports(info)
+    check_fit(client.name, info, reports, fleet.policy)
+    member = Member(client)
+    fleet.add(member)
+    # A paused engine is in somebody's publication: its label says nothing yet.
+    if info.get("weight_version") == fleet.version and not any(r.kv.paused for r in reports):
+        fleet.confirm(member, fleet.version)
+    return member

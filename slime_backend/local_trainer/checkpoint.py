@@ -1,0 +1,35 @@
+"""Trainer checkpoints. The weights of version v<k> are saved before they are published, so a run that is resumed
+never has to make a version a second time, under a name that rollouts already bear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CHECKPOINT = "trainer.pt"
+
+
+def version_name(step: int) -> str:
+    return f"v{step}"
+
+
+def version_step(version: str) -> int:
+    return int(version.removeprefix("v"))
+
+
+def save_trainer_state(run_dir: Path, step: int, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's state after `step`; the weights lie in `weights/v<step>`, saved before this is called."""
+    partial = run_dir / f".{CHECKPOINT}.partial"
+    torch.save({"step": step, "optimizer": optimizer.state_dict()}, partial)
+    partial.rename(run_dir / CHECKPOINT)
+
+
+def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
+    """{"step", "optimizer"}, or None where the run has no checkpoint yet."""
+    path = run_dir / CHECKPOINT
+    if not path.is_file():
+        return None
+    state: dict[str, Any] = torch.load(path, weights_only=True)
+    return state

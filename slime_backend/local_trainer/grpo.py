@@ -1,0 +1,219 @@
+"""One optimisation step of GRPO on rollouts that an engine sampled under older weights.
+
+    rewards of a group of n answers to one prompt  ->  advantage A_i = (r_i - mean) / (std + eps), 0 if all are equal
+    ratio   w_t  = exp(log p_now(t) - log p_engine(t)), the engine's recorded log-prob being the behaviour policy
+    loss         = - mean over tokens of  min(w_t, bound) * A_i * log p_now(t),  the weight taken as a constant
+
+Sources: group-relative advantages, Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1; truncated importance
+sampling, Ionides 2008, J. Comput. Graph. Stat. 17(2), applied to the gap between rollout engine and trainer by Yao et
+al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; token-level normalisation, Yu et
+al. 2025, DAPO, arXiv:2503.14476. There is no PPO clip: a batch is used for one step only, so the only distance from
+the behaviour policy is staleness, which the truncated weight corrects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from slime_backend.local_trainer.shared_prefix import SharedPrefix, suffix_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished rollout, as the engine returned it."""
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    behaviour_logprobs: Sequence[float]  # one per output token, at temperature 1, by the version that sampled it
+    reward: float
+    group: str | int = 0  # samples of one group answer the same prompt
+    versions: tuple[str, ...] = ()  # weight versions that sampled its tokens, oldest first
+    loss_mask: Sequence[int] | None = None  # per output token, 0 = not trained on; None = all are
+
+    def __post_init__(self) -> None:
+        length = len(self.output_ids)
+        if not length or not self.prompt_ids:
+            raise ValueError(f"group {self.group}: a sample needs a prompt and at least one output token")
+        if len(self.behaviour_logprobs) != length:
+            raise ValueError(f"group {self.group}: {len(self.behaviour_logprobs)} log-probs for {length} output tokens")
+        if self.loss_mask is not None and len(self.loss_mask) != length:
+            raise ValueError(f"group {self.group}: a loss mask of {len(self.loss_mask)} for {length} output tokens")
+        if not math.isfinite(self.reward) or not all(map(math.isfinite, self.behaviour_logprobs)):
+            raise ValueError(f"group {self.group}: reward and behaviour log-probs must be finite")
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoConfig:
+    """Settings of a step. The defaults are those measured for the tiny model."""
+
+    learning_rate: float = 4e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    ratio_bound: float = 2.0  # of the importance weight; 2 is what Yao et al. use
+    normalise: Literal["token", "sequence"] = "token"  # mean over tokens, or over sequences of their token means
+    advantage_epsilon: float = 1e-6
+    micro_batch: int = 64  # samples per forward; bounds memory, does not change the gradient
+
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0 or self.max_grad_norm <= 0 or self.micro_batch < 1:
+            raise ValueError("learning_rate and max_grad_norm must be positive, micro_batch at least 1")
+        if self.ratio_bound < 1:
+            raise ValueError(f"ratio_bound={self.ratio_bound} would shrink on-policy samples too; give at least 1")
+        if self.normalise not in ("token", "sequence"):
+            raise ValueError(f"normalise={self.normalise!r}; choose 'token' or 'sequence'")
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What a step saw. Log-prob figures are over trained tokens, before the step's update."""
+
+    loss: float
+    grad_norm: float  # before clipping
+    reward_mean: float
+    reward_std: float
+    samples: int
+    tokens: int  # trained tokens
+    groups_without_signal: int  # groups whose rewards were all equal
+    ratio_mean: float
+    ratio_max: float
+    clipped_share: float  # share of tokens whose weight was cut at the bound
+    entropy: float  # nats per token, estimated by -log p_now of the sampled tokens
+    logprob_gap_mean: float  # mean |log p_now - log p_engine|: staleness and numerical mismatch together
+    shared_prefix: int  # tokens of the common prefix, run once instead of once per sample
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def group_advantages(rewards: Sequence[float], epsilon: float = 1e-6) -> list[float]:
+    """(r - mean) / (population std + epsilon) inside one group.
+
+    A group whose rewards are all equal carries no preference: its advantages are exactly 0, also where rounding leaves
+    a std that is not (the division would blow the rounding error up to size 1).
+    """
+    if not rewards:
+        return []
+    if max(rewards) - min(rewards) <= epsilon:
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
+    return [(r - mean) / (std + epsilon) for r in rewards]
+
+
+def policy_loss(
+    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, weights: Tensor, ratio_bound: float
+) -> tuple[Tensor, Tensor]:
+    """The loss and the untruncated ratios, both over all tokens laid in one row.
+
+    All arguments have shape (tokens,): log-probs now (with gradient), the engine's log-probs, each token's advantage,
+    and each token's share of the normalisation (0 = masked out; they sum to 1 over the whole step).
+    """
+    ratios = (logprobs.detach() - behaviour).exp()
+    truncated = ratios.clamp(max=ratio_bound)
+    return -(weights * truncated * advantages * logprobs).sum(), ratios
+
+
+def token_logprobs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
+    """Log-prob of every output token under `model`, at temperature 1, with gradient: one (output length,) per sample."""
+    prefix = SharedPrefix.run(model, [s.prompt_ids for s in samples])
+    return suffix_logprobs(model, prefix, [(s.prompt_ids, s.output_ids) for s in samples])
+
+
+def make_optimizer(model: Any, config: GrpoConfig) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), lr=config.learning_rate, betas=config.betas, eps=1e-8)
+
+
+def grpo_step(
+    model: Any, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Sample]], config: GrpoConfig
+) -> StepMetrics:
+    """One update of `model` in place on complete groups; deterministic for equal inputs and one thread.
+
+    A step without any signal (every group's rewards equal) leaves weights and optimizer untouched, since Adam's
+    momentum would otherwise move them. Raises ValueError on an empty batch and FloatingPointError on a gradient that
+    is not finite, before the weights are touched.
+    """
+    samples = [s for group in groups for s in group]
+    if not samples:
+        raise ValueError("a step needs at least one sample")
+    by_group = [group_advantages([s.reward for s in group], config.advantage_epsilon) for group in groups]
+    advantages = [a for group in by_group for a in group]
+    weights = _token_weights(samples, config.normalise)
+
+    optimizer.zero_grad(set_to_none=True)
+    prefix = SharedPrefix.run(model, [s.prompt_ids for s in samples])
+    leaves = prefix.detached()
+    loss_total = 0.0
+    now: list[Tensor] = []
+    behaviour: list[Tensor] = []
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i].prompt_ids) + len(samples[i].output_ids))
+    for start in range(0, len(order), config.micro_batch):  # alike lengths together, so that little is padding
+        part = order[start : start + config.micro_batch]
+        rows = [(samples[i].prompt_ids, samples[i].output_ids) for i in part]
+        logprobs = torch.cat(suffix_logprobs(model, leaves, rows))
+        engine = torch.cat([torch.tensor(samples[i].behaviour_logprobs, dtype=torch.float32) for i in part])
+        share = torch.cat([weights[i] for i in part])
+        advantage = torch.cat([torch.full((len(samples[i].output_ids),), advantages[i]) for i in part])
+        loss, _ = policy_loss(logprobs, engine, advantage, share, config.ratio_bound)
+        loss.backward()  # type: ignore[no-untyped-call]
+        loss_total += float(loss.detach())
+        trained = share > 0
+        now.append(logprobs.detach()[trained])
+        behaviour.append(engine[trained])
+    prefix.backward(leaves)
+
+    silent = sum(not any(group) for group in by_group)
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
+    if not math.isfinite(norm) or not math.isfinite(loss_total):
+        raise FloatingPointError(f"gradient norm {norm}, loss {loss_total}: the weights were left as they were")
+    if silent < len(by_group):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return _metrics(samples, torch.cat(now), torch.cat(behaviour), config, loss_total, norm, silent, prefix.length)
+
+
+def _token_weights(samples: Sequence[Sample], normalise: str) -> list[Tensor]:
+    masks = [
+        torch.tensor([float(bool(m)) for m in s.loss_mask]) if s.loss_mask is not None else torch.ones(len(s.output_ids))
+        for s in samples
+    ]
+    if normalise == "token":
+        total = max(1.0, float(sum(m.sum() for m in masks)))
+        return [m / total for m in masks]
+    return [m / (m.sum().clamp(min=1.0) * len(masks)) for m in masks]
+
+
+def _metrics(
+    samples: Sequence[Sample],
+    now: Tensor,
+    engine: Tensor,
+    config: GrpoConfig,
+    loss: float,
+    norm: float,
+    silent: int,
+    shared: int,
+) -> StepMetrics:
+    rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
+    gap = now - engine
+    ratios = gap.exp()
+    some = bool(now.numel())  # every token may be masked out
+    return StepMetrics(
+        loss=loss,
+        grad_norm=norm,
+        reward_mean=float(rewards.mean()),
+        reward_std=float(rewards.std(unbiased=False)),
+        samples=len(samples),
+        tokens=now.numel(),
+        groups_without_signal=silent,
+        ratio_mean=float(ratios.mean()) if some else 1.0,
+        ratio_max=float(ratios.max()) if some else 1.0,
+        clipped_share=float((ratios > config.ratio_bound).float().mean()) if some else 0.0,
+        entropy=float(-now.mean()) if some else 0.0,
+        logprob_gap_mean=float(gap.abs().mean()) if some else 0.0,
+        shared_prefix=shared,
+    )

@@ -1,0 +1,280 @@
+"""The local run: asynchronous GRPO on one machine, publishing to live engines at every step.
+
+    rollouts   worker keeps requests in flight on the engines, always
+    step k     next groups -> grpo_step -> weights v<k> and trainer state on disk -> publish v<k> while they fly
+    end        drain, audit, summary
+
+Files of a run are listed in docs/runs.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime_backend.config import RunConfig
+from slime_backend.fleet import Fleet
+from slime_backend.local_trainer import models
+from slime_backend.local_trainer.checkpoint import (
+    load_trainer_state,
+    save_trainer_state,
+    version_name,
+    version_step,
+)
+from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepMetrics, grpo_step, make_optimizer
+from slime_backend.local_trainer.local_fleet import running_fleet
+from slime_backend.local_trainer.memory import PeakMemory
+from slime_backend.local_trainer.rollouts import RolloutWorker
+from slime_backend.local_trainer.task import make_task
+from slime_backend.provenance.audit import AuditResult, audit_run
+from slime_backend.provenance.jsonl import JsonlWriter
+from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.summary import prefix_figures, write_summary
+from slime_backend.provenance.tracker import Tracker
+from slime_backend.publication import PublicationError, PublicationReport, publish
+from slime_backend.runs import RunError, is_used, new_run_dir
+from slime_backend.transports import DiskTransport, Transport
+from slime_backend.weight_sources.torch_module import TorchModuleSource
+
+
+@dataclass(slots=True)
+class Reporter:
+    """Where a run's progress goes; the command line puts bars or lines behind it."""
+
+    say: Callable[[str], None] = print
+    progress: Callable[[str, int, int], None] = field(default=lambda stage, done, total: None)
+
+
+def base_model(config: RunConfig) -> Path:
+    """The directory of the model to start from; made on the spot where it is one of ours."""
+    made = Path(config.models_dir)
+    if config.model == "tiny":
+        return models.make_tiny_model(made / f"tiny-seed{config.seed}", seed=config.seed)
+    if config.model == "tiny_hybrid":
+        return models.make_tiny_model(made / f"tiny-hybrid-seed{config.seed}", hybrid=True, seed=config.seed)
+    if config.model == "smollm2":
+        return models.make_smollm2(made / "smollm2-135m-instruct")
+    directory = Path(config.model)
+    if not (directory / "config.json").is_file():
+        raise RunError(
+            f"model={config.model!r} is neither tiny, tiny_hybrid, smollm2 nor a directory with a config.json"
+        )
+    return directory
+
+
+def choose_run_dir(config: RunConfig, resume: Path | None) -> Path:
+    """Where the run writes. Raises RunError for a resume of what isn't a run."""
+    if resume is None:
+        return new_run_dir(config.run_dir)
+    if not is_used(resume):
+        raise RunError(f"{resume} holds no run to resume")
+    return resume
+
+
+async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Reporter) -> dict[str, Any]:
+    """Run to `config.steps` and return the summary. Cancelling it (Ctrl-C) still writes a partial summary.
+
+    Raises RunError and the typed errors of engines, fleet and publication.
+    """
+    started = time.monotonic()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    state = load_trainer_state(run_dir) if resume else None  # a run that was ended before step 1 starts over
+    first_step = state["step"] if state else 0
+    base = base_model(config)
+    torch.set_num_threads(config.trainer_threads)
+    torch.manual_seed(config.seed + first_step)
+    version = version_name(first_step)
+    model = models.load_model(run_dir / "weights" / version if state else base)
+    source = TorchModuleSource(model, base)
+    source.save(run_dir / "weights" / version)
+    grpo = GrpoConfig(learning_rate=config.learning_rate, ratio_bound=config.ratio_bound)
+    optimizer = make_optimizer(model, grpo)
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+    tracker = Tracker(
+        run_dir, mode=config.wandb, project=config.wandb_project, name=config.name, settings=config.model_dump()
+    )
+    reporter.say(f"policy: {config.policy}")
+    memory = PeakMemory()
+    outcome: dict[str, Any] = {"completed": False}
+    audit: AuditResult | None = None
+    try:
+        with memory:
+            async with running_fleet(config, run_dir / "weights" / version, version, run_dir, reporter.say) as fleet:
+                outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
+                run = _Run(config, fleet, model, optimizer, grpo, source, tracker, reporter, run_dir)
+                try:
+                    await run.steps(first_step)
+                finally:
+                    await asyncio.shield(run.close())
+            if config.audit_rollouts:
+                reporter.say("audit: recomputing rollouts under the versions that they claim")
+                audit = await asyncio.to_thread(
+                    audit_run,
+                    run_dir,
+                    models.load_model,
+                    rollouts=config.audit_rollouts,
+                    tolerance=config.audit_tolerance,
+                    progress=lambda done, total: reporter.progress("audit", done, total),
+                )
+                (run_dir / "audit.json").write_text(json.dumps(audit.to_json(), indent=2) + "\n")
+                for violation in audit.violations[:10]:
+                    reporter.say(f"audit violation: {violation}")
+        outcome["completed"] = True
+    finally:
+        summary = write_summary(
+            run_dir,
+            {
+                **outcome,
+                "audit": audit.summary() if audit else None,
+                "wall_s": round(time.monotonic() - started, 1),
+                "peak_rss_gib": round(memory.peak_gib, 2),
+                "policy": str(config.policy),
+                "wandb_run_dir": tracker.directory,
+            },
+        )
+        tracker.finish(summary)
+    return summary
+
+
+class _Run:
+    """The part of a run during which engines live."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        fleet: Fleet,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        grpo: GrpoConfig,
+        source: TorchModuleSource,
+        tracker: Tracker,
+        reporter: Reporter,
+        run_dir: Path,
+    ) -> None:
+        self.config, self.fleet, self.model, self.optimizer, self.grpo = config, fleet, model, optimizer, grpo
+        self.source, self.tracker, self.reporter, self.run_dir = source, tracker, reporter, run_dir
+        task = make_task(config.task)
+        tokenizer = models.load_tokenizer(source.template)
+        self.tokenizer = tokenizer
+        self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir)
+        self.publications = JsonlWriter(run_dir / "publications.jsonl")
+        self.steps_file = JsonlWriter(run_dir / "steps.jsonl")
+        self.transport = self._transport()
+
+    def _transport(self) -> Transport:
+        if self.config.transport == "distributed":
+            from slime_backend.transports.distributed import DistributedTransport
+
+            return DistributedTransport(self.source)
+        return DiskTransport(self.source, self.run_dir / "weights")
+
+    async def steps(self, first: int) -> None:
+        self.worker.start()
+        for step in range(first + 1, self.config.steps + 1):
+            groups = await self.worker.next_groups(self.config.groups_per_step)
+            metrics = await asyncio.to_thread(self._train, groups)
+            version = version_name(step)
+            # On disk before anybody serves it: see checkpoint.py.
+            await asyncio.to_thread(self.source.save, self.run_dir / "weights" / version)
+            await asyncio.to_thread(save_trainer_state, self.run_dir, step, self.optimizer)
+            report = await self._publish(version)
+            self._record(step, groups, metrics, report)
+
+    def _train(self, groups: list[list[RolloutRecord]]) -> StepMetrics:
+        samples = [
+            Sample(r.prompt_ids, r.output_ids, r.logprobs, r.reward, group=r.group, versions=r.versions)
+            for group in groups
+            for r in group
+        ]
+        return grpo_step(self.model, self.optimizer, samples, self.grpo)
+
+    async def _publish(self, version: str) -> PublicationReport:
+        try:
+            report = await publish(self.fleet, self.transport, version)
+        except PublicationError as error:
+            self.publications.append(error.report.to_json())
+            raise
+        self.publications.append(report.to_json())
+        for engine, reason in report.unconfirmed.items():
+            self.reporter.say(f"publication {version}: {engine} is retired: {reason}")
+        return report
+
+    def _record(
+        self, step: int, groups: list[list[RolloutRecord]], metrics: StepMetrics, report: PublicationReport
+    ) -> None:
+        records = [r for group in groups for r in group]
+        # The trainer stood at version step - 1 when it consumed them.
+        lags = [
+            step - 1 - version_step(span.version)
+            for r in records
+            for span in r.spans
+            for _ in range(span.start, span.end)
+        ]
+        lag_of = [max(step - 1 - version_step(v) for v in r.versions) for r in records]
+        row = {
+            "step": step,
+            **metrics.to_json(),
+            "lag_mean": sum(lags) / len(lags),
+            "lag_max": max(lags),
+            "mixed_share": sum(r.mixed for r in records) / len(records),
+            "retracted_share": sum(r.retractions > 0 for r in records) / len(records),
+            "receipts": [r.receipt for r in records],
+        }
+        self.steps_file.append(row)
+        self.tracker.log("train", step, metrics.to_json())
+        self.tracker.log(
+            "rollout",
+            step,
+            {
+                "version_lag_mean": row["lag_mean"],
+                "version_lag_max": row["lag_max"],
+                "mixed_share": row["mixed_share"],
+                "retracted_share": row["retracted_share"],
+                "prefix_hit_rate": prefix_figures(records)["prefix_hit_rate_within_version"],
+                "resubmitted": self.worker.counts.resubmitted,
+            },
+        )
+        self.tracker.log("publication", step, publication_metrics(report))
+        answers = [self.tokenizer.decode(r.output_ids, skip_special_tokens=False) for r in records]
+        self.tracker.add_rollouts(records, answers, lag_of)
+        figures = publication_metrics(report)
+        self.reporter.progress("train", step, self.config.steps)
+        self.reporter.say(
+            f"step {step:>3}/{self.config.steps}  reward {metrics.reward_mean:.3f}  lag {row['lag_mean']:.2f}  "
+            f"published {report.version} to {figures['confirmed']}/{len(report.engines)} engines, paused "
+            f"{figures['paused_ms_max']:.0f} ms, retracted {figures['requests_retracted']:.0f} in flight"
+        )
+
+    async def close(self) -> None:
+        await self.worker.stop()
+        await self.transport.close()
+        self.publications.close()
+        self.steps_file.close()
+
+
+def publication_metrics(report: PublicationReport) -> dict[str, float]:
+    """The figures of one publication that are tracked; times in milliseconds, the slowest engine's."""
+
+    def slowest(name: str) -> float:
+        return max((getattr(e, name) or 0.0 for e in report.engines), default=0.0)
+
+    return {
+        **{
+            f"{name}_max": slowest(name)
+            for name in ("pause_ms", "flush_ms", "load_ms", "label_ms", "resume_ms", "paused_ms")
+        },
+        "wall_ms": report.wall_ms,
+        "confirmed": sum(e.confirmed for e in report.engines),
+        "flushes_verified": sum(e.flush_verified for e in report.engines),
+        "in_flight": sum(e.in_flight for e in report.engines),
+        "requests_retracted": sum(e.requests_retracted for e in report.engines),
+        "tokens_to_prefill_again": sum(e.tokens_to_prefill_again for e in report.engines),
+    }

@@ -1,0 +1,142 @@
+"""Keeps rollouts in flight while the trainer steps, and hands them over in groups.
+
+    submitted.jsonl   one line before each request is sent: its receipt
+    rollouts.jsonl    one line for each answer: the rollout with its provenance
+
+so that "every request came back exactly once" can be counted from the files, after a crash too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_backend.config import RunConfig
+from slime_backend.dispatch import generate
+from slime_backend.fleet import Fleet
+from slime_backend.local_trainer.task import Question, Task, prompt_ids
+from slime_backend.provenance.jsonl import JsonlWriter
+from slime_backend.provenance.records import RolloutRecord
+
+
+@dataclass(slots=True)
+class RolloutCounts:
+    submitted: int = 0
+    completed: int = 0
+    resubmitted: int = 0  # attempts that had to be repeated on another engine
+
+
+class RolloutWorker:
+    """Generates groups of rollouts without end, `groups_per_step + groups_ahead` of them at most at a time.
+
+    worker.start()
+    groups = await worker.next_groups(8)     # oldest first
+    await worker.stop()                      # no new groups; those in flight are finished and recorded
+    """
+
+    def __init__(self, fleet: Fleet, config: RunConfig, task: Task, tokenizer: Any, run_dir: Path) -> None:
+        self.fleet, self.config, self.task, self.tokenizer = fleet, config, task, tokenizer
+        self.counts = RolloutCounts()
+        self._submitted = JsonlWriter(run_dir / "submitted.jsonl")
+        self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl")
+        # A resumed run must not ask the questions of its first part again, so the seed takes in how many there were.
+        self._asked = sum(1 for _ in (run_dir / "submitted.jsonl").open()) // config.samples_per_group
+        self._questions: Iterator[Question] = task.questions(random.Random(f"{config.seed}/{self._asked}"))
+        self._finished: asyncio.Queue[list[RolloutRecord] | BaseException] = asyncio.Queue()
+        self._places = asyncio.Semaphore(config.groups_per_step + config.groups_ahead)
+        self._stopping = False
+        self._groups: set[asyncio.Task[None]] = set()
+        self._feeder: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._feeder = asyncio.create_task(self._feed())
+
+    async def next_groups(self, count: int) -> list[list[RolloutRecord]]:
+        """The next `count` finished groups. Raises what a rollout raised, where one can't be completed."""
+        groups: list[list[RolloutRecord]] = []
+        while len(groups) < count:
+            item = await self._finished.get()
+            if isinstance(item, BaseException):
+                raise item
+            self._places.release()
+            groups.append(item)
+        return groups
+
+    async def stop(self, deadline_s: float = 120.0) -> None:
+        """Start nothing new; let what is in flight finish within the deadline, then cancel the rest."""
+        self._stopping = True
+        if self._feeder is not None:
+            self._feeder.cancel()
+        if self._groups:
+            _, late = await asyncio.wait(self._groups, timeout=deadline_s)
+            for group in late:
+                group.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        self._submitted.close()
+        self._rollouts.close()
+
+    async def _feed(self) -> None:
+        while not self._stopping:
+            await self._places.acquire()
+            question = next(self._questions)
+            self._asked += 1
+            task = asyncio.create_task(self._run_group(f"g{self._asked:05d}", question))
+            self._groups.add(task)
+            task.add_done_callback(self._groups.discard)
+
+    async def _run_group(self, group: str, question: Question) -> None:
+        ids = prompt_ids(self.tokenizer, self.task, question)
+        try:
+            async with asyncio.TaskGroup() as requests:
+                tasks = [
+                    requests.create_task(self._run_one(group, question, ids))
+                    for _ in range(self.config.samples_per_group)
+                ]
+            await self._finished.put([t.result() for t in tasks])
+        except BaseExceptionGroup as errors:
+            await self._finished.put(errors.exceptions[0])
+
+    async def _run_one(self, group: str, question: Question, ids: list[int]) -> RolloutRecord:
+        receipt = uuid.uuid4().hex
+        submitted_at = time.time()
+        self._submitted.append({"receipt": receipt, "group": group, "at": submitted_at})
+        self.counts.submitted += 1
+        answer = await generate(
+            self.fleet,
+            {
+                "input_ids": ids,
+                "return_logprob": True,
+                "sampling_params": {
+                    "temperature": self.config.temperature,
+                    "max_new_tokens": question.max_tokens,
+                    "ignore_eos": not self.task.stop_at_end,
+                    **({"stop_token_ids": [self.tokenizer.eos_token_id]} if self.task.stop_at_end else {}),
+                },
+            },
+            on_retry=self._count_retry,
+        )
+        text = self.tokenizer.decode(answer.body["output_ids"], skip_special_tokens=False)
+        record = RolloutRecord.from_answer(
+            answer.body,
+            receipt=receipt,
+            group=group,
+            engine=answer.engine,
+            question=question.text,
+            prompt_ids=ids,
+            temperature=self.config.temperature,
+            reward=self.task.reward(question, text),
+            submitted_at=submitted_at,
+            attempts=answer.attempts,
+        )
+        self._rollouts.append(record.to_json())
+        self.counts.completed += 1
+        return record
+
+    def _count_retry(self, reason: str) -> None:
+        self.counts.resubmitted += 1

@@ -1,0 +1,1 @@
+"""What is recorded of every rollout, and how it is checked."""

@@ -1,0 +1,130 @@
+"""One rollout with everything that is known of where its tokens came from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from slime_backend.provenance.errors import RecordError
+from slime_backend.wire import (
+    KV_PROVENANCE_KEY,
+    PREFILLS_KEY,
+    SAMPLED_SPANS_KEY,
+    KvSegment,
+    Prefill,
+    Span,
+    WireError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """A finished request. Spans and segments are over output tokens, contexts over prompt + output positions."""
+
+    receipt: str
+    group: str
+    engine: str
+    question: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # natural log, of the sampled tokens, by the version that sampled them
+    temperature: float
+    reward: float
+    finish_reason: str
+    spans: tuple[Span, ...]  # sampled spans
+    segments: tuple[KvSegment, ...]  # KV spans
+    prefills: tuple[Prefill, ...]
+    submitted_at: float  # seconds since the epoch
+    finished_at: float
+    attempts: int = 1  # times the request was sent until an engine in good standing answered it
+
+    @classmethod
+    def from_answer(
+        cls,
+        answer: Mapping[str, Any],
+        *,
+        receipt: str,
+        group: str,
+        engine: str,
+        question: str,
+        prompt_ids: Sequence[int],
+        temperature: float,
+        reward: float,
+        submitted_at: float,
+        attempts: int = 1,
+    ) -> RolloutRecord:
+        """Build a record from SGLang's /generate answer (with `return_logprob`) of an engine with our plugin.
+
+        Raises RecordError where the answer lacks provenance, or has a different number of log-probs than tokens.
+        """
+        meta = answer["meta_info"]
+        try:
+            spans = tuple(Span.from_json(s) for s in meta[SAMPLED_SPANS_KEY])
+            segments = tuple(KvSegment.from_json(s) for s in meta[KV_PROVENANCE_KEY])
+            prefills = tuple(Prefill.from_json(p) for p in meta[PREFILLS_KEY])
+        except (KeyError, TypeError, WireError) as error:
+            raise RecordError(
+                f"{engine}: the answer has no usable provenance ({error}); is the kv_spans hook active?"
+            ) from error
+        output = tuple(int(i) for i in answer["output_ids"])
+        logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
+        if len(logprobs) != len(output):
+            raise RecordError(f"{engine}: {len(logprobs)} log-probs for {len(output)} tokens")
+        finish = meta.get("finish_reason") or {}
+        return cls(
+            receipt,
+            group,
+            engine,
+            question,
+            tuple(prompt_ids),
+            output,
+            logprobs,
+            temperature,
+            reward,
+            str(finish.get("type", "unknown")),
+            spans,
+            segments,
+            prefills,
+            submitted_at,
+            time.time(),
+            attempts,
+        )
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions that sampled it, oldest first."""
+        return tuple(dict.fromkeys(s.version for s in self.spans))
+
+    @property
+    def retractions(self) -> int:
+        """How often its KV was taken away and prefilled again."""
+        return max(0, len(self.prefills) - 1)
+
+    @property
+    def mixed(self) -> bool:
+        """Sampled by more than one version."""
+        return len(self.versions) > 1
+
+    @property
+    def carried(self) -> bool:
+        """Some token was sampled over KV that an older version had computed."""
+        return any(span.version != segment.version for segment in self.segments for span in segment.context)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RolloutRecord:
+        names = {f.name for f in fields(cls)}
+        missing = names - set(data) - {"attempts"}
+        if missing:
+            raise RecordError(f"a stored rollout lacks {', '.join(sorted(missing))}")
+        values = {k: v for k, v in data.items() if k in names}
+        for name in ("prompt_ids", "output_ids", "logprobs"):
+            values[name] = tuple(values[name])
+        values["spans"] = tuple(Span.from_json(s) for s in data["spans"])
+        values["segments"] = tuple(KvSegment.from_json(s) for s in data["segments"])
+        values["prefills"] = tuple(Prefill.from_json(p) for p in data["prefills"])
+        return cls(**values)

@@ -1,0 +1,93 @@
+"""`summary.json`: what a run did, counted from the files that it wrote.
+
+Counting from the files rather than from memory makes the summary of an interrupted or resumed run as true as that of
+a clean one.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.provenance.records import RolloutRecord
+
+
+def summarise(run_dir: Path) -> dict[str, Any]:
+    """The figures of `submitted.jsonl`, `rollouts.jsonl`, `publications.jsonl` and `steps.jsonl`."""
+    submitted = [row["receipt"] for row in read_jsonl(run_dir / "submitted.jsonl")]
+    records = [RolloutRecord.from_json(row) for row in read_jsonl(run_dir / "rollouts.jsonl")]
+    publications = list(read_jsonl(run_dir / "publications.jsonl"))
+    steps = list(read_jsonl(run_dir / "steps.jsonl"))
+    completed = [r.receipt for r in records]
+    rewards = [s["reward_mean"] for s in steps]
+    outcomes = [e for p in publications for e in p["engines"]]
+    return {
+        "steps": len(steps),
+        "publications": sum(p["state"] == "resumed" for p in publications),
+        "publications_failed": sum(p["state"] == "failed" for p in publications),
+        "engines_confirmed_each": sorted({sum(e["confirmed"] for e in p["engines"]) for p in publications}),
+        "flushes_verified": sum(e["flush_verified"] for e in outcomes),
+        "publications_with_retractions": sum(any(e["requests_retracted"] for e in p["engines"]) for p in publications),
+        "requests_retracted": sum(e["requests_retracted"] for e in outcomes),
+        "tokens_to_prefill_again": sum(e["tokens_to_prefill_again"] for e in outcomes),
+        "paused_ms_median": _median([e["paused_ms"] for e in outcomes if e["paused_ms"] is not None]),
+        "pause_to_verified_ms_median": _median(
+            [e["pause_ms"] + e["flush_ms"] for e in outcomes if e["pause_ms"] is not None and e["flush_ms"] is not None]
+        ),
+        "load_ms_median": _median([e["load_ms"] for e in outcomes if e["load_ms"] is not None]),
+        "rollouts_submitted": len(submitted),
+        "rollouts_completed": len(completed),
+        "rollouts_lost": len(set(submitted) - set(completed)),
+        "rollouts_doubled": len(completed) - len(set(completed)),
+        "rollouts_aborted": sum(r.finish_reason == "abort" for r in records),
+        "rollouts_mixed": sum(r.mixed for r in records),
+        "rollouts_retracted": sum(r.retractions > 0 for r in records),
+        "reward_first3": _mean(rewards[:3]),
+        "reward_last3": _mean(rewards[-3:]),
+        "version_lag_mean": _mean([s["lag_mean"] for s in steps]),
+        "version_lag_max": max([s["lag_max"] for s in steps], default=0),
+        **prefix_figures(records),
+    }
+
+
+def prefix_figures(records: list[RolloutRecord]) -> dict[str, Any]:
+    """Hit rate inside a version, and what the first admissions after each publication found in the cache.
+
+    The first admission of an engine's weight epoch (order 0) can't hit anything and is what makes the others hit, so
+    it is left out of the rate inside a version and reported by itself.
+    """
+    prefills = [p for r in records for p in r.prefills]
+    later = [p for p in prefills if p.order > 0]
+    # Epoch 0 is the engine's start: no publication came before it.
+    first = [p for p in prefills if p.order == 0 and p.epoch > 0]
+    return {
+        "prefills": len(prefills),
+        "prefix_hit_rate_within_version": (
+            sum(p.cached for p in later) / max(1, sum(p.total for p in later)) if later else None
+        ),
+        "first_after_publication": len(first),
+        "cached_tokens_first_after_publication_max": max((p.cached for p in first), default=0),
+    }
+
+
+def write_summary(run_dir: Path, extra: dict[str, Any]) -> dict[str, Any]:
+    """Write and return the summary. Written beside its place and renamed, so that it is whole or old."""
+    summary = {**summarise(run_dir), **extra}
+    partial = run_dir / ".summary.json.partial"
+    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    partial.rename(run_dir / "summary.json")
+    return summary
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _median(values: list[float]) -> float | None:
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,0 +1,339 @@
+"""The publication transaction: move every updatable engine from one weight version to the next, verified.
+
+    open -> paused -> verified -> loaded -> labelled -> resumed        (or failed)
+
+    transport.prepare   bytes made ready while the engines still generate
+    pause               every engine at once
+    flush + verify      after a retracting pause: each engine, each data-parallel rank, by its scheduler's own counts
+    load                the transport moves the bytes; no label yet
+    label + confirm     once every surviving engine has loaded: name the version, read it back
+    resume              always, in `finally`, also after an unknown outcome
+
+Anything but a positive confirmation counts as a refusal. An engine that isn't confirmed at the new version is retired
+from routing and named; the others go on. All steps run on all engines at once and have deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from slime_backend.engine_client import EngineClient, EngineError, EngineRefused
+from slime_backend.fleet import Fleet, Member
+from slime_backend.policy import Policy
+from slime_backend.transports import Transport, TransportError
+from slime_backend.wire import SchedulerReport
+
+State = Literal["open", "paused", "verified", "loaded", "labelled", "resumed", "failed"]
+FLUSH_RETRY_S = 0.01  # an overlapped batch drains in milliseconds; the deadline bounds the number of tries
+RESUME_TRIES = 3
+MAX_FLUSH_RETRY_S = 0.5
+
+
+class NotConfirmed(RuntimeError):
+    """An engine's own counts contradict, or don't prove, what a step was meant to do."""
+
+    def __init__(self, engine: str, seen: str) -> None:
+        super().__init__(f"{engine}: {seen}")
+        self.engine, self.seen = engine, seen
+
+
+class PublicationError(RuntimeError):
+    """No engine reached the new version. `report` says what happened on each."""
+
+    def __init__(self, report: PublicationReport) -> None:
+        reasons = "; ".join(f"{e.failed_step}: {e.reason}" for e in report.engines if e.reason)
+        super().__init__(f"publication of {report.version} failed on every engine: {reasons or 'no engines'}")
+        self.report = report
+
+
+@dataclass(slots=True)
+class EngineOutcome:
+    """What one engine did in one publication. Times are milliseconds; None where a step wasn't reached."""
+
+    engine: str
+    pause_ms: float | None = None
+    flush_ms: float | None = None  # flush and the reading of its evidence
+    load_ms: float | None = None
+    label_ms: float | None = None
+    resume_ms: float | None = None
+    paused_ms: float | None = None  # from the pause being sent to the resume being answered
+    in_flight: int = 0  # requests that its schedulers knew at the pause
+    requests_retracted: int = 0
+    tokens_to_prefill_again: int = 0
+    flush_verified: bool = False
+    confirmed: bool = False
+    failed_step: str = ""
+    reason: str = ""
+    evidence: list[dict[str, Any]] = field(default_factory=list)  # SchedulerReport per rank, after the pause and flush
+
+
+@dataclass(slots=True)
+class PublicationReport:
+    version: str
+    previous_version: str
+    policy: str
+    transport: str
+    state: State = "open"
+    started_at: float = 0.0  # seconds since the epoch
+    prepare_ms: float = 0.0
+    wall_ms: float = 0.0  # pause to resumed, over all engines
+    engines: list[EngineOutcome] = field(default_factory=list)
+
+    @property
+    def unconfirmed(self) -> dict[str, str]:
+        return {e.engine: f"{e.failed_step}: {e.reason}" for e in self.engines if not e.confirmed}
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Target:
+    """One engine under publication."""
+
+    member: Member
+    outcome: EngineOutcome
+    before: list[SchedulerReport] = field(default_factory=list)
+    touched: bool = False  # its weights may have changed
+
+    @property
+    def client(self) -> EngineClient:
+        return self.member.client
+
+
+async def _on_all(targets: Sequence[_Target], step: str, action: Callable[[_Target], Awaitable[None]]) -> list[_Target]:
+    """Run one step on every engine at once; return those that confirmed it, note the reason on the others."""
+
+    async def one(target: _Target) -> bool:
+        started = time.perf_counter()
+        try:
+            await action(target)
+        except (EngineError, NotConfirmed, TransportError) as error:
+            target.outcome.failed_step = step
+            target.outcome.reason = getattr(error, "seen", str(error))
+            return False
+        finally:
+            if hasattr(target.outcome, f"{step}_ms"):
+                setattr(target.outcome, f"{step}_ms", _ms(started))
+        return True
+
+    kept = await asyncio.gather(*(one(t) for t in targets))
+    return [t for t, ok in zip(targets, kept, strict=True) if ok]
+
+
+async def pause_generation_for_update(targets: Sequence[_Target], policy: Policy) -> list[_Target]:
+    """Pause every engine; then, after a retracting pause, flush every engine and verify each rank's evidence.
+
+    Returns the engines that may now be loaded. The barrier between the two steps is what makes a refusal cheap: no
+    engine has lost its cache while another still refuses to pause.
+    """
+
+    async def pause(target: _Target) -> None:
+        target.before = await target.client.reports()
+        started = time.perf_counter()
+        await target.client.pause(policy.pause_mode)
+        target.outcome.pause_ms = _ms(started)
+
+    async def flush(target: _Target) -> None:
+        # A pause is dispatched without an acknowledgement (SGLang 0.5.23, tokenizer_manager.py): the schedulers'
+        # own counts, read behind it on the same queue, are the acknowledgement.
+        if policy.after_pause == "flush":
+            after = await _flush_until_empty(target)
+            target.outcome.flush_verified = True
+        else:
+            after = await _until_paused(target, policy)
+        target.outcome.evidence = [r.to_json() for r in after]
+        target.outcome.in_flight = sum(r.kv.in_flight_at_pause for r in after)
+        target.outcome.requests_retracted = sum(r.kv.retracted_at_pause for r in after)
+        target.outcome.tokens_to_prefill_again = sum(r.kv.tokens_at_pause for r in after)
+
+    paused = await _on_all(targets, "pause", pause)
+    return await _on_all(paused, "flush", flush)
+
+
+def why_not_paused(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport], policy: Policy) -> list[str]:
+    """Every reason why the reports don't prove that each rank took this pause."""
+    reasons = _why_not_same(before, after)
+    for rank, (old, new) in enumerate(zip(before, after, strict=False)):
+        if not new.kv.paused or new.kv.pauses <= old.kv.pauses:
+            reasons.append(f"rank {rank} isn't paused")
+        elif new.kv.pause_mode != policy.pause_mode:
+            reasons.append(f"rank {rank} is paused in mode {new.kv.pause_mode}, not {policy.pause_mode}")
+    return reasons
+
+
+def why_not_flushed(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport], policy: Policy) -> list[str]:
+    """Every reason why the reports don't prove that each rank is paused, flushed since `before`, and empty."""
+    reasons = why_not_paused(before, after, policy)
+    for rank, (old, new) in enumerate(zip(before, after, strict=False)):
+        if new.kv.flush_epoch <= old.kv.flush_epoch:
+            reasons.append(f"rank {rank} hasn't flushed (refused {new.kv.flush_refused}, last {new.kv.last_refusal})")
+        if not new.kv.is_empty:
+            reasons.append(f"rank {rank} isn't empty: {', '.join(new.kv.leftovers())}")
+    return reasons
+
+
+def _why_not_same(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport]) -> list[str]:
+    if len(before) != len(after):
+        return [f"{len(after)} ranks report, {len(before)} did before"]
+    restarted = [str(i) for i, (o, n) in enumerate(zip(before, after, strict=True)) if o.instance_id != n.instance_id]
+    return [f"rank {', '.join(restarted)} restarted in between"] if restarted else []
+
+
+async def _until_paused(target: _Target, policy: Policy) -> list[SchedulerReport]:
+    until = time.monotonic() + target.client.deadlines.pause
+    while True:
+        after = await target.client.reports()
+        reasons = why_not_paused(target.before, after, policy)
+        if not reasons:
+            return after
+        if time.monotonic() > until:
+            raise NotConfirmed(target.member.name, "; ".join(reasons))
+        await asyncio.sleep(FLUSH_RETRY_S)
+
+
+async def _flush_until_empty(target: _Target) -> list[SchedulerReport]:
+    """Flush until the evidence says empty, or the deadline. The HTTP answer alone decides nothing."""
+    policy = Policy("disjoint", "retract", "retract", True, "flush")
+    until = time.monotonic() + target.client.deadlines.flush
+    wait = FLUSH_RETRY_S
+    while True:
+        answer = "the engine answered success"
+        try:
+            await target.client.flush()
+        except EngineError as error:  # refused, or its outcome is unknown: the evidence decides
+            answer = error.seen
+        after = await target.client.reports()
+        reasons = why_not_flushed(target.before, after, policy)
+        if not reasons:
+            return after
+        if time.monotonic() > until:
+            raise NotConfirmed(target.member.name, f"flush not verified ({answer}): {'; '.join(reasons)}")
+        await asyncio.sleep(wait)
+        wait = min(2 * wait, MAX_FLUSH_RETRY_S)
+
+
+async def publish(fleet: Fleet, transport: Transport, version: str) -> PublicationReport:
+    """Publish `version` to every updatable engine of the fleet.
+
+    Returns the report, in state `resumed`, if at least one engine is confirmed at the new version; its `unconfirmed`
+    names the retired ones. Raises PublicationError when none is.
+    """
+    async with fleet.publishing:
+        report = PublicationReport(version, fleet.version, str(fleet.policy), transport.name, started_at=time.time())
+        started = time.perf_counter()
+        await transport.prepare(version, [m.client for m in fleet.updatable()])
+        report.prepare_ms = _ms(started)
+        targets = [_Target(m, EngineOutcome(m.name)) for m in fleet.updatable()]
+        report.engines = [t.outcome for t in targets]
+        started = time.perf_counter()
+        confirmed: list[_Target] = []
+        try:
+            confirmed = await _transact(targets, fleet.policy, transport, version, report)
+        finally:
+            # Shielded: a cancelled publication (Ctrl-C) must still resume what it paused.
+            confirmed = await asyncio.shield(_resume_all(targets, confirmed, started))
+            report.wall_ms = _ms(started)
+            _settle(fleet, targets, confirmed, version, report)
+        if report.state == "failed":
+            raise PublicationError(report)
+        return report
+
+
+async def _transact(
+    targets: Sequence[_Target], policy: Policy, transport: Transport, version: str, report: PublicationReport
+) -> list[_Target]:
+    """Pause, verify, load, label. Returns the engines confirmed at `version`."""
+
+    async def load(target: _Target) -> None:
+        target.touched = True
+        await transport.load(target.client, version)
+
+    async def label(target: _Target) -> None:
+        await target.client.label(version)
+        info = await target.client.server_info()
+        if info.get("weight_version") != version:
+            raise NotConfirmed(target.member.name, f"its label reads {info.get('weight_version')!r}, not {version!r}")
+        after = await target.client.reports(info)
+        reasons = _why_not_same(target.before, after)
+        reasons += [
+            f"rank {rank} reports no weight change (epoch {new.epoch})"
+            for rank, (old, new) in enumerate(zip(target.before, after, strict=False))
+            if "kv_spans" in new.hooks and new.epoch <= old.epoch
+        ]
+        if reasons:
+            raise NotConfirmed(target.member.name, "; ".join(reasons))
+
+    verified = await pause_generation_for_update(targets, policy)
+    report.state = "verified"
+    loaded = await _on_all(verified, "load", load)
+    report.state = "loaded"
+    # The label moves only here, after the last engine has loaded: no engine claims a version that isn't out yet.
+    labelled = await _on_all(loaded, "label", label)
+    report.state = "labelled"
+    return labelled
+
+
+async def _resume_all(targets: Sequence[_Target], confirmed: Sequence[_Target], started: float) -> list[_Target]:
+    """Resume every engine, confirmed or not; return the confirmed ones that did resume."""
+
+    async def resume(target: _Target) -> None:
+        if target.touched and target not in confirmed:
+            # Its weights are unknown: what it has in flight must not be finished under any version's name.
+            await _ignoring_engine_errors(target.client.abort_all())
+        for attempt in range(RESUME_TRIES):
+            try:
+                await target.client.resume()
+                break
+            except EngineRefused:
+                raise
+            except EngineError:  # unknown outcome: a second resume is harmless
+                if attempt == RESUME_TRIES - 1:
+                    raise
+        target.outcome.paused_ms = _ms(started)
+
+    already_failed = {id(t): (t.outcome.failed_step, t.outcome.reason) for t in targets if t.outcome.reason}
+    resumed = await _on_all(targets, "resume", resume)
+    for target in targets:
+        if id(target) in already_failed:  # the first failure is the one that explains
+            target.outcome.failed_step, target.outcome.reason = already_failed[id(target)]
+    return [t for t in confirmed if t in resumed]
+
+
+def _settle(
+    fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], version: str, report: PublicationReport
+) -> None:
+    """Write the outcome into the fleet: who is at the new version, who is retired and why.
+
+    Where no engine reached the new version, the fleet stays at the old one, and so do the engines whose weights were
+    not touched and that resumed.
+    """
+    for target in targets:
+        outcome = target.outcome
+        if target in confirmed:
+            outcome.confirmed = True
+            continue
+        outcome.failed_step = outcome.failed_step or report.state
+        outcome.reason = outcome.reason or "the publication was cancelled"
+        if confirmed or target.touched or outcome.paused_ms is None:
+            fleet.retire(target.member, f"not confirmed at {version}: {outcome.failed_step}: {outcome.reason}")
+    if confirmed:
+        report.state = "resumed"
+        fleet.move_to(version, [t.member for t in confirmed])
+    else:
+        report.state = "failed"
+
+
+async def _ignoring_engine_errors(call: Awaitable[None]) -> None:
+    try:
+        await call
+    except EngineError:
+        pass  # best effort on an engine that is already being retired
+
+
+def _ms(started: float) -> float:
+    return round((time.perf_counter() - started) * 1000, 3)

@@ -1,0 +1,169 @@
+"""Weights by broadcast from the trainer to each engine, over a process group of two per engine.
+
+One group for the whole fleet would be the usual form, but there a single engine that rejects the update leaves the
+trainer and every other engine waiting in the collective. With a pair per engine a failure stays with its engine, and
+the trainer's side polls, so that a rejected update ends the broadcast at once.
+
+SGLang 0.5.23 builds its side with torch's `_new_process_group_helper` (srt/utils/common.py): group name, then device,
+prefix the store's keys. Updates must lie between /begin_weight_update and /end_weight_update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from slime_backend.engine_client import EngineClient, EngineError
+from slime_backend.transports.base import TransportError
+from slime_backend.weight_sources import WeightSource
+
+POLL_S = 0.0005
+BUCKET_BYTES = 256 << 20  # bounds what lies on the wire at once; one HTTP call per bucket
+
+
+class PairGroup:
+    """A gloo group of the trainer (rank 0) and one engine (rank 1)."""
+
+    def __init__(self, name: str, host: str, timeout_s: float) -> None:
+        self.name, self.host, self.timeout_s = name, host, timeout_s
+        self.store = dist.TCPStore(
+            host, 0, 2, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        self.port: int = self.store.port
+        self._group: dist.ProcessGroupGloo | None = None
+        self._stop = threading.Event()
+
+    def connect(self) -> None:
+        """Meet the engine; blocks until it has come, or raises after the timeout."""
+        store = self.store
+        for prefix in (self.name, f"{self.name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        self._group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=self.timeout_s))
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Send tensors in order. Raises TimeoutError at the deadline, or InterruptedError once `stop` is called."""
+        if self._group is None:
+            raise RuntimeError("not connected")
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        until = time.monotonic() + self.timeout_s
+        # The tensors must outlive the sends, so the list holds them.
+        works = [(self._group.broadcast([t], options), t) for t in tensors]
+        for work, _ in works:
+            while not work.is_completed():
+                if self._stop.is_set():
+                    raise InterruptedError("the engine gave up")
+                if time.monotonic() > until:
+                    raise TimeoutError(f"the engine took no tensor for {self.timeout_s:g} s")
+                time.sleep(POLL_S)
+            work.wait()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+class DistributedTransport:
+    """Broadcasts the source's tensors to each engine. One instance serves all publications of a run."""
+
+    name = "distributed"
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        host: str = "127.0.0.1",
+        bucket_bytes: int = BUCKET_BYTES,
+        connect_s: float = 60.0,
+    ) -> None:
+        self.source = source
+        self.host = host
+        self.bucket_bytes = bucket_bytes
+        self.connect_s = connect_s
+        self._pairs: dict[str, PairGroup] = {}
+        self._serial = 0
+
+    async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
+        """Connect to the engines that have no group yet. An engine that can't be reached fails in `load`."""
+        await asyncio.gather(*(self._connect(c) for c in clients if c.name not in self._pairs))
+
+    async def _connect(self, client: EngineClient) -> None:
+        self._serial += 1
+        pair = PairGroup(f"reef-slime-{self._serial}", self.host, min(self.connect_s, client.deadlines.load))
+        meet = asyncio.create_task(asyncio.to_thread(pair.connect))
+        # Without this line a refused join would leave an exception that nobody reads when `meet` times out.
+        meet.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            await client.join_weight_group(
+                address=self.host, port=pair.port, rank_offset=1, world_size=2, group=pair.name, backend="gloo"
+            )
+            await asyncio.wait_for(meet, self.connect_s)
+        except (EngineError, RuntimeError, TimeoutError):
+            return  # this engine alone has no group, and `load` says so
+        self._pairs[client.name] = pair
+
+    async def load(self, client: EngineClient, version: str) -> None:
+        pair = self._pairs.get(client.name)
+        if pair is None:
+            raise TransportError(client.name, "it didn't join the weight-update group")
+        opened = await client.begin_weight_session()
+        try:
+            for bucket in in_buckets(self.source.named_tensors(), self.bucket_bytes):
+                await self._send(client, pair, bucket)
+        except (EngineError, TransportError):
+            await self._drop(client, pair)
+            raise
+        finally:
+            if opened:
+                await client.end_weight_session()
+
+    async def _send(self, client: EngineClient, pair: PairGroup, bucket: list[tuple[str, torch.Tensor]]) -> None:
+        receive = asyncio.create_task(
+            client.receive_tensors(
+                names=[name for name, _ in bucket],
+                dtypes=[str(t.dtype).removeprefix("torch.") for _, t in bucket],
+                shapes=[list(t.shape) for _, t in bucket],
+                group=pair.name,
+            )
+        )
+        receive.add_done_callback(lambda task: pair.stop() if task.cancelled() or task.exception() else None)
+        send = asyncio.create_task(asyncio.to_thread(pair.broadcast, [t for _, t in bucket]))
+        # The engine's answer decides: it has its own deadline, and its failure stops the broadcast.
+        results = await asyncio.gather(receive, send, return_exceptions=True)
+        for result in results:
+            if isinstance(result, EngineError):
+                raise result
+            if isinstance(result, BaseException):
+                raise TransportError(client.name, f"broadcast: {type(result).__name__}: {result}") from result
+
+    async def _drop(self, client: EngineClient, pair: PairGroup) -> None:
+        """Forget a broken group; the next `prepare` makes a new one."""
+        pair.stop()
+        self._pairs.pop(client.name, None)
+
+    async def close(self) -> None:
+        for pair in self._pairs.values():
+            pair.stop()
+        self._pairs.clear()
+
+
+def in_buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Group tensors so that each bucket has at most `bucket_bytes`, or a single larger tensor."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        if bucket and size + bytes_ > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += bytes_
+    if bucket:
+        yield bucket

@@ -1,0 +1,181 @@
+"""What crosses the border between an engine's scheduler process and its controller.
+
+Small frozen dataclasses of raw values, shared by both sides and importing nothing of ours. An engine reports counts;
+every verdict on them (`KvEvidence.is_empty`) is made here, on the reader's side, in one place.
+
+    /server_info  -> internal_states[i]["reef_slime"]        SchedulerReport, one per data-parallel rank
+    /generate     -> meta_info["weight_versions"]            list of Span over output tokens (who sampled)
+                     meta_info["kv_provenance"]              list of KvSegment over output tokens (under which KV)
+                     meta_info["prefills"]                   list of Prefill (what each admission reused and computed)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+REPORT_KEY = "reef_slime"
+KV_PROVENANCE_KEY = "kv_provenance"
+PREFILLS_KEY = "prefills"
+SAMPLED_SPANS_KEY = "weight_versions"
+HOOKS_VARIABLE = "REEF_SLIME_HOOKS"  # comma-separated hook names; a process without it is left untouched
+
+ACTIVE = "active"
+
+T = TypeVar("T")
+
+
+class WireError(ValueError):
+    """A report does not have the form of the wire contract."""
+
+
+def _build(cls: type[T], data: Any) -> T:
+    """Build the dataclass `cls` from a JSON object; unknown keys are ignored, missing ones named."""
+    if not isinstance(data, Mapping):
+        raise WireError(f"{cls.__name__}: expected an object, got {type(data).__name__}")
+    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    missing = [n for n in names if n not in data]
+    if missing:
+        raise WireError(f"{cls.__name__}: the engine's report lacks {', '.join(missing)}")
+    return cls(**{n: data[n] for n in names})
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvidence:
+    """What one scheduler counted itself. Units are tokens (KV slots) unless a name says otherwise.
+
+    SWA fields are 0 on a model without sliding-window layers.
+    """
+
+    flush_epoch: int  # flushes that this scheduler carried out since it started
+    flush_refused: int
+    last_refusal: dict[str, Any] | None  # the counts that made it refuse
+    paused: bool
+    pauses: int  # pauses carried out since start
+    pause_mode: str | None  # of the current pause, None while running
+    in_flight_at_pause: int  # requests that the scheduler knew when the last pause arrived
+    retracted_at_pause: int  # of these, requests whose KV the pause took away
+    tokens_at_pause: int  # KV tokens that the retracted requests held, so must prefill again
+    tree_full_evictable: int
+    tree_full_protected: int
+    tree_swa_evictable: int
+    tree_swa_protected: int
+    full_free: int
+    full_capacity: int
+    swa_free: int
+    swa_capacity: int
+    request_rows_free: int
+    request_rows_capacity: int
+    requests_holding_kv: int
+    waiting: int
+    running: int
+    chunked: int  # 1 while a chunked prefill is under way
+    result_queue: int
+
+    @classmethod
+    def from_json(cls, data: Any) -> KvEvidence:
+        return _build(cls, data)
+
+    def leftovers(self) -> tuple[str, ...]:
+        """Every count that differs from an empty cache, as "name=value". Waiting requests may wait, without KV."""
+        expected_zero = (
+            "tree_full_evictable",
+            "tree_full_protected",
+            "tree_swa_evictable",
+            "tree_swa_protected",
+            "requests_holding_kv",
+            "running",
+            "chunked",
+            "result_queue",
+        )
+        found = [f"{name}={getattr(self, name)}" for name in expected_zero if getattr(self, name) != 0]
+        for free, capacity in (
+            ("full_free", "full_capacity"),
+            ("swa_free", "swa_capacity"),
+            ("request_rows_free", "request_rows_capacity"),
+        ):
+            if getattr(self, free) != getattr(self, capacity):
+                found.append(f"{free}={getattr(self, free)} of {getattr(self, capacity)}")
+        return tuple(found)
+
+    @property
+    def is_empty(self) -> bool:
+        """True when no KV of any request or cache entry is left in this scheduler."""
+        return not self.leftovers()
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerReport:
+    """One scheduler process (one data-parallel rank) as it describes itself."""
+
+    instance_id: str  # new at every process start, so a restart between two reads shows
+    hooks: dict[str, str]  # hook name -> "active", or why it is not
+    epoch: int  # weight mutations since start
+    kv: KvEvidence
+
+    @classmethod
+    def from_json(cls, data: Any) -> SchedulerReport:
+        built = _build(cls, data)
+        return cls(built.instance_id, dict(built.hooks), built.epoch, KvEvidence.from_json(built.kv))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def missing_hooks(self, needed: Sequence[str]) -> dict[str, str]:
+        """Needed hook -> why it is not active."""
+        return {
+            name: self.hooks.get(name, "not loaded") for name in needed if self.hooks.get(name, "not loaded") != ACTIVE
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions start..end (end excluded) that belong to one weight version."""
+
+    version: str
+    start: int
+    end: int
+
+    @classmethod
+    def from_json(cls, data: Any) -> Span:
+        return _build(cls, data)
+
+
+@dataclass(frozen=True, slots=True)
+class KvSegment:
+    """Output tokens start..end, the version that sampled them, and the KV that they were sampled from.
+
+    `context` covers prompt + output positions 0 .. prompt_length + end - 1: its spans say which version computed the
+    KV of each position. A retract replaces the context of the tokens that follow it, an in-place publication splits
+    it; both leave earlier segments as they were.
+    """
+
+    start: int
+    end: int
+    version: str
+    context: tuple[Span, ...]
+
+    @classmethod
+    def from_json(cls, data: Any) -> KvSegment:
+        built = _build(cls, data)
+        return cls(built.start, built.end, built.version, tuple(Span.from_json(s) for s in built.context))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One admission of a request to prefill; a retracted request has several.
+
+    `order` counts the admissions of this scheduler inside its current weight epoch: 0 is the first after a
+    publication, the one that must find no cached token.
+    """
+
+    epoch: int
+    order: int
+    version: str
+    cached: int  # tokens found in the radix cache
+    total: int  # tokens of prompt and earlier output at that moment
+
+    @classmethod
+    def from_json(cls, data: Any) -> Prefill:
+        return _build(cls, data)
