@@ -70,7 +70,8 @@ class RunConfig(BaseModel):
         policy = self.policy  # raises PolicyError, a ValueError
         if self.layout == "colocated":
             raise ValueError(
-                "layout=colocated needs a trainer that shares GPUs with the engines (slime); the local trainer is disjoint"
+                "layout=colocated needs a trainer that shares GPUs with the engines (slime); "
+                "the local trainer is disjoint"
             )
         if self.disable_radix_cache is False:
             from slime_backend.policy import check_radix_setting

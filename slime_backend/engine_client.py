@@ -131,6 +131,11 @@ class EngineClient:
             raise EngineProtocolError(self.name, "GET /server_info", "not a JSON object; is this an SGLang server?")
         return info
 
+    async def weight_version(self) -> str | None:
+        """The label of the weights now. /server_info's own `weight_version` is the one from the start (0.5.23)."""
+        info = await self.call("GET", "/model_info")
+        return info.get("weight_version") if isinstance(info, dict) else None
+
     async def healthy(self, deadline: float = 2.0) -> bool:
         try:
             await self.call("GET", "/health", deadline=deadline)

@@ -10,15 +10,15 @@ guard's own sudden death is covered by the kernel: the command asks to be killed
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
-import time
 
-GRACE_S = 5.0  # SIGTERM first, so that shared memory and sockets are released; SIGKILL after this
+POLL_S = 0.2  # how soon the engine's own end is noticed
 _PR_SET_PDEATHSIG = 1
 
 
@@ -26,22 +26,14 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _signal_group(pgid: int, signum: int) -> bool:
-    """True while the group still has a member."""
-    try:
-        os.killpg(pgid, signum)
-    except ProcessLookupError:
-        return False
-    return True
+def end_group(pgid: int) -> None:
+    """Kill every process of the group.
 
-
-def end_group(pgid: int, grace_s: float = GRACE_S) -> None:
-    """End every process of the group and return once none is left."""
-    deadline = time.monotonic() + grace_s
-    _signal_group(pgid, signal.SIGTERM)
-    while _signal_group(pgid, 0) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    _signal_group(pgid, signal.SIGKILL)
+    At once with SIGKILL: an SGLang server answers SIGTERM by draining requests and dumping diagnostics for ten seconds,
+    and ends its own children with SIGKILL too.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pgid, signal.SIGKILL)
 
 
 def main(command: list[str]) -> int:
@@ -56,17 +48,11 @@ def main(command: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, on_term)
     while not stop and child.poll() is None:
-        readable, _, _ = select.select([sys.stdin], [], [], 0.2)
+        readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
         if readable and not os.read(sys.stdin.fileno(), 1):
             stop = True
-    if child.poll() is None:
-        # Reap while the group ends: an unreaped leader would keep the group alive for ever.
-        _signal_group(child.pid, signal.SIGTERM)
-        try:
-            child.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
-    end_group(child.pid, grace_s=1.0 if child.poll() is not None else 0.0)
+    # Also when the engine ended by itself: its children may have outlived it.
+    end_group(child.pid)
     return child.wait()
 
 

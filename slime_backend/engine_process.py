@@ -27,6 +27,7 @@ from slime_backend import engine_guard
 from slime_backend.wire import HOOKS_VARIABLE
 
 LOOPBACK = "127.0.0.1"
+STOP_S = 15.0  # a killed engine may take a while to give its memory back
 DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
 
 
@@ -201,7 +202,7 @@ class LocalEngine:
         if self._guard.stdin is not None:
             self._guard.stdin.close()  # the guard reads end-of-file and ends the group
         try:
-            self._guard.wait(engine_guard.GRACE_S + 10)
+            self._guard.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._guard.kill()  # the engine dies with its guard
             self._guard.wait()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -111,10 +111,8 @@ class Fleet:
     async def wait_changed(self, timeout_s: float) -> None:
         """Return at the next change of any member's status, or after `timeout_s`."""
         event = self._changed
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(event.wait(), timeout_s)
-        except TimeoutError:
-            pass
 
     def _notify(self) -> None:
         event, self._changed = self._changed, asyncio.Event()
@@ -153,6 +151,6 @@ async def admit(fleet: Fleet, client: EngineClient) -> Member:
     member = Member(client)
     fleet.add(member)
     # A paused engine is in somebody's publication: its label says nothing yet.
-    if info.get("weight_version") == fleet.version and not any(r.kv.paused for r in reports):
+    if await client.weight_version() == fleet.version and not any(r.kv.paused for r in reports):
         fleet.confirm(member, fleet.version)
     return member

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -255,10 +256,10 @@ async def _transact(
 
     async def label(target: _Target) -> None:
         await target.client.label(version)
-        info = await target.client.server_info()
-        if info.get("weight_version") != version:
-            raise NotConfirmed(target.member.name, f"its label reads {info.get('weight_version')!r}, not {version!r}")
-        after = await target.client.reports(info)
+        found = await target.client.weight_version()
+        if found != version:
+            raise NotConfirmed(target.member.name, f"its label reads {found!r}, not {version!r}")
+        after = await target.client.reports()
         reasons = _why_not_same(target.before, after)
         reasons += [
             f"rank {rank} reports no weight change (epoch {new.epoch})"
@@ -329,10 +330,8 @@ def _settle(
 
 
 async def _ignoring_engine_errors(call: Awaitable[None]) -> None:
-    try:
+    with suppress(EngineError):  # best effort on an engine that is already being retired
         await call
-    except EngineError:
-        pass  # best effort on an engine that is already being retired
 
 
 def _ms(started: float) -> float:

@@ -181,6 +181,7 @@ class _Run:
         for step in range(first + 1, self.config.steps + 1):
             groups = await self.worker.next_groups(self.config.groups_per_step)
             metrics = await asyncio.to_thread(self._train, groups)
+            self.worker.trained(len(groups))
             version = version_name(step)
             # On disk before anybody serves it: see checkpoint.py.
             await asyncio.to_thread(self.source.save, self.run_dir / "weights" / version)
@@ -190,9 +191,11 @@ class _Run:
 
     def _train(self, groups: list[list[RolloutRecord]]) -> StepMetrics:
         samples = [
-            Sample(r.prompt_ids, r.output_ids, r.logprobs, r.reward, group=r.group, versions=r.versions)
+            [
+                Sample(r.prompt_ids, r.output_ids, r.logprobs, r.reward, group=r.group, versions=r.versions)
+                for r in group
+            ]
             for group in groups
-            for r in group
         ]
         return grpo_step(self.model, self.optimizer, samples, self.grpo)
 
@@ -212,18 +215,15 @@ class _Run:
     ) -> None:
         records = [r for group in groups for r in group]
         # The trainer stood at version step - 1 when it consumed them.
-        lags = [
-            step - 1 - version_step(span.version)
-            for r in records
-            for span in r.spans
-            for _ in range(span.start, span.end)
-        ]
-        lag_of = [max(step - 1 - version_step(v) for v in r.versions) for r in records]
+        lag = {v: step - 1 - version_step(v) for r in records for v in r.versions}
+        tokens = sum(len(r.output_ids) for r in records)
+        lag_sum = sum(lag[s.version] * (s.end - s.start) for r in records for s in r.spans)
+        lag_of = [max(lag[v] for v in r.versions) for r in records]
         row = {
             "step": step,
             **metrics.to_json(),
-            "lag_mean": sum(lags) / len(lags),
-            "lag_max": max(lags),
+            "lag_mean": lag_sum / tokens,  # per token
+            "lag_max": max(lag_of),
             "mixed_share": sum(r.mixed for r in records) / len(records),
             "retracted_share": sum(r.retractions > 0 for r in records) / len(records),
             "receipts": [r.receipt for r in records],
@@ -260,6 +260,9 @@ class _Run:
         self.steps_file.close()
 
 
+PHASES = ("pause_ms", "flush_ms", "load_ms", "label_ms", "resume_ms", "paused_ms")
+
+
 def publication_metrics(report: PublicationReport) -> dict[str, float]:
     """The figures of one publication that are tracked; times in milliseconds, the slowest engine's."""
 
@@ -267,10 +270,7 @@ def publication_metrics(report: PublicationReport) -> dict[str, float]:
         return max((getattr(e, name) or 0.0 for e in report.engines), default=0.0)
 
     return {
-        **{
-            f"{name}_max": slowest(name)
-            for name in ("pause_ms", "flush_ms", "load_ms", "label_ms", "resume_ms", "paused_ms")
-        },
+        **{f"{name}_max": slowest(name) for name in PHASES},
         "wall_ms": report.wall_ms,
         "confirmed": sum(e.confirmed for e in report.engines),
         "flushes_verified": sum(e.flush_verified for e in report.engines),

@@ -33,7 +33,8 @@ class RolloutCounts:
 
 
 class RolloutWorker:
-    """Generates groups of rollouts without end, `groups_per_step + groups_ahead` of them at most at a time.
+    """Generates groups of rollouts without end. At most `groups_per_step + groups_ahead` of them are in flight, waiting
+    or being trained on, which bounds how stale a rollout can be when it is trained on.
 
     worker.start()
     groups = await worker.next_groups(8)     # oldest first
@@ -64,9 +65,17 @@ class RolloutWorker:
             item = await self._finished.get()
             if isinstance(item, BaseException):
                 raise item
-            self._places.release()
             groups.append(item)
         return groups
+
+    def trained(self, groups: int) -> None:
+        """Free the places of groups that were trained on.
+
+        Called before the publication: those that start now are in flight when the engines pause, and go on with the
+        new weights.
+        """
+        for _ in range(groups):
+            self._places.release()
 
     async def stop(self, deadline_s: float = 120.0) -> None:
         """Start nothing new; let what is in flight finish within the deadline, then cancel the rest."""

@@ -147,7 +147,7 @@ def check(record: RolloutRecord, scorer: Scorer, tolerance: float) -> tuple[Viol
 
 def why_inconsistent(record: RolloutRecord) -> str:
     """Why the record contradicts itself, or "" where it doesn't."""
-    if not len(record.output_ids) == len(record.logprobs):
+    if len(record.output_ids) != len(record.logprobs):
         return f"{len(record.logprobs)} log-probs for {len(record.output_ids)} tokens"
     for name, spans in (("sampled spans", record.spans), ("KV segments", record.segments)):
         position = 0

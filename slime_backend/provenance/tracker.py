@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slime_backend.provenance.records import RolloutRecord
 
 log = logging.getLogger(__name__)
+
+Mode = Literal["offline", "online", "disabled"]
 
 STEP_METRICS = {"train": "train/step", "rollout": "rollout/step", "publication": "publication/index"}
 TABLE_ROWS = 500  # of the rollout table; the whole record is rollouts.jsonl
@@ -25,7 +27,7 @@ class Tracker:
     Tracker(Path("runs/x"), mode="offline", project="reef-slime", name="x", settings={...})
     """
 
-    def __init__(self, run_dir: Path, *, mode: str, project: str, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, *, mode: Mode, project: str, name: str, settings: Mapping[str, Any]) -> None:
         self._run: Any = None
         self._table: Any = None
         self._rows = 0
@@ -33,7 +35,7 @@ class Tracker:
         self._on = mode != "disabled"
         self._guard(lambda: self._start(run_dir, mode, project, name, settings))
 
-    def _start(self, run_dir: Path, mode: str, project: str, name: str, settings: Mapping[str, Any]) -> None:
+    def _start(self, run_dir: Path, mode: Mode, project: str, name: str, settings: Mapping[str, Any]) -> None:
         import wandb
 
         id_file = run_dir / "wandb_id"

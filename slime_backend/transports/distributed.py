@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,12 +37,12 @@ class PairGroup:
             host, 0, 2, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
         self.port: int = self.store.port
-        self._group: dist.ProcessGroupGloo | None = None
+        self._group: Any = None  # torch ships no types for the methods of its process groups
         self._stop = threading.Event()
 
     def connect(self) -> None:
         """Meet the engine; blocks until it has come, or raises after the timeout."""
-        store = self.store
+        store: dist.Store = self.store
         for prefix in (self.name, f"{self.name}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)
         self._group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=self.timeout_s))

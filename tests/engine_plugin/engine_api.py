@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from slime_backend.wire import REPORT_KEY, SchedulerReport
@@ -125,3 +126,7 @@ class Background:
         if isinstance(self._answer[0], BaseException):
             raise self._answer[0]
         return self._answer[0]
+
+
+# The `serve` fixture: serve(model, **EngineSettings fields) -> context of a running engine.
+Serve = Callable[..., AbstractContextManager[Api]]

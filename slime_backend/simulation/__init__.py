@@ -1,0 +1,1 @@
+"""Engines that have no model: for tests of faults and of scale. Claims about SGLang itself are tested on SGLang."""

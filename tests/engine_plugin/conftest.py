@@ -1,0 +1,54 @@
+"""Engines and models of these tests. One engine runs at a time: each module starts its own and stops it at its end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # engine_api and tiny_models, which only these tests use
+
+from engine_api import Api, Serve  # noqa: E402
+from tiny_models import Reference, write_checkpoints  # noqa: E402
+
+from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def dense_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_checkpoints(tmp_path_factory.mktemp("dense"), hybrid=False)
+
+
+@pytest.fixture(scope="session")
+def hybrid_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_checkpoints(tmp_path_factory.mktemp("hybrid"), hybrid=True)
+
+
+@pytest.fixture(scope="session")
+def dense_reference(dense_paths: dict[str, str]) -> Reference:
+    return Reference(dense_paths)
+
+
+@pytest.fixture(scope="session")
+def hybrid_reference(hybrid_paths: dict[str, str]) -> Reference:
+    return Reference(hybrid_paths)
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """serve(model, **EngineSettings fields) -> context of a running engine's Api."""
+
+    @contextmanager
+    def start(model: str, **settings: Any) -> Iterator[Api]:
+        engine = LocalEngine(
+            EngineSettings(model=model, **{"max_total_tokens": 40000, "chunked_prefill_size": 1024, **settings}),
+            log_path=tmp_path_factory.mktemp("engine") / "engine.log",
+        )
+        with running_engines([engine]):
+            yield Api(engine.url)
+
+    return start

@@ -1,0 +1,61 @@
+"""Negative controls: what the same checks see on an engine that lacks a correction. A check that passes here is void."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checks import audit_difference, decoding, logprobs, plain_difference, prompt
+from engine_api import Serve
+from tiny_models import Reference
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+# Runs at the start of every Python process of the engine and takes two corrections out.
+WITHOUT_CORRECTIONS = """
+from slime_backend.engine_plugin import hf_window
+hf_window.shorten_windows = lambda instances, model: instances
+import os
+if os.environ.get("REEF_SLIME_HOOKS"):
+    from slime_backend.engine_plugin import kv_spans
+    kv_spans._around_relabel = lambda original, scheduler, new_version: original(scheduler, new_version)
+"""
+
+
+def test_without_the_corrections_the_window_and_the_native_spans_are_off(
+    serve: Serve, hybrid_paths: dict[str, str], hybrid_reference: Reference, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_CORRECTIONS)
+    with serve(hybrid_paths["v0"], overlap_schedule=True, environment={"PYTHONPATH": str(tmp_path)}) as api:
+        ids = prompt(700)
+        assert plain_difference(hybrid_reference, "v0", ids, api.generate(ids, 24)) > 1e-3
+        ids = prompt(50)  # shorter than the window, so that only the spans are off
+        call = decoding(api, ids, 70)
+        paused = api.pause("in_place").kv
+        assert paused.result_queue == 1, "no step was in flight"
+        api.load(hybrid_paths["v1"])
+        api.label("v1")
+        api.resume()
+        answer = call.result()
+        ours, native = answer["meta_info"]["kv_provenance"], answer["meta_info"]["weight_versions"]
+        assert ours[0]["end"] == native[0]["end"] + 1
+        assert audit_difference(hybrid_reference, ids, answer) < 1e-5
+        # The disputed token was sampled by v0, not by v1 as SGLang says.
+        disputed = native[0]["end"]
+        by_v1 = hybrid_reference.plain("v1", ids + answer["output_ids"])[len(ids) - 1 + disputed]
+        assert abs(float(by_v1) - logprobs(answer)[disputed]) > 1e-2
+
+
+def test_stock_attention_is_wrong_or_fails_behind_a_sliding_window(
+    serve: Serve, hybrid_paths: dict[str, str], hybrid_reference: Reference
+) -> None:
+    with serve(hybrid_paths["v0"], hooks=("kv_evidence",)) as api:
+        ids = prompt(700)
+        worst = 0.0
+        try:
+            for _ in range(4):
+                answer = api.generate(ids, 24)
+                worst = max(worst, plain_difference(hybrid_reference, "v0", ids, answer))
+        except (AssertionError, OSError):
+            return  # the scheduler died of an IndexError
+        assert worst > 1e-3

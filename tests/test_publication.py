@@ -1,0 +1,359 @@
+"""The publication transaction and its faults, against fake engines that answer as SGLang 0.5.23 does.
+
+That a real engine's KV is really gone after a verified flush is tested in tests/test_publication_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from slime_backend.dispatch import generate
+from slime_backend.engine_client import Deadlines, EngineClient
+from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
+from slime_backend.policy import decide
+from slime_backend.publication import PublicationError, publish, why_not_flushed
+from slime_backend.simulation.fake_engine import FakeEngine
+
+FAST = Deadlines(pause=0.5, flush=0.5, load=0.5, control=0.5, generate=20.0)
+
+
+class NameTransport:
+    """Disk transport without a disk: the fake engines load a name."""
+
+    name = "fake"
+
+    async def prepare(self, version, clients):
+        return None
+
+    async def load(self, client, version):
+        await client.load_from_disk(f"weights/{version}")
+
+    async def close(self):
+        return None
+
+
+@asynccontextmanager
+async def fake_fleet(count=2, sharing="retract", **engine):
+    policy = decide("disjoint", sharing)
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(FakeEngine(radix_cache=policy.radix_cache, **engine)) for _ in range(count)
+        ]
+        fleet = Fleet(policy, "v0")
+        for i, fake in enumerate(engines):
+            client = EngineClient(fake.url, name=f"engine{i}", deadlines=FAST)
+            stack.push_async_callback(client.close)
+            await admit(fleet, client)
+        yield fleet, engines
+
+
+def request(tokens=200, prompt=50):
+    return {"input_ids": list(range(prompt)), "sampling_params": {"max_new_tokens": tokens}}
+
+
+async def in_flight(fleet, count=6, tokens=200):
+    tasks = [asyncio.create_task(generate(fleet, request(tokens))) for _ in range(count)]
+    await asyncio.sleep(0.05)
+    return tasks
+
+
+def test_a_publication_with_requests_in_flight(run_async):
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            tasks = await in_flight(fleet)
+            report = await publish(fleet, NameTransport(), "v1")
+            answers = await asyncio.gather(*tasks)
+            return report, answers, fleet, engines
+
+    report, answers, fleet, engines = run_async(scenario())
+    assert report.state == "resumed"
+    assert not report.unconfirmed
+    assert [e.flush_verified for e in report.engines] == [True, True]
+    assert sum(e.requests_retracted for e in report.engines) == 6
+    assert all(e.tokens_to_prefill_again >= 3 * 50 for e in report.engines)
+    for name in ("pause_ms", "flush_ms", "load_ms", "label_ms", "resume_ms", "paused_ms"):
+        assert all(getattr(e, name) > 0 for e in report.engines), name
+    assert fleet.version == "v1"
+    assert [m.version for m in fleet.routable()] == ["v1", "v1"]
+    assert [e.label for e in engines] == [e.loaded for e in engines] == ["v1", "v1"]
+    for answer in answers:
+        assert len(answer.body["output_ids"]) == 200
+        assert answer.attempts == 1
+        segments = answer.body["meta_info"]["kv_provenance"]
+        # Retracted: the context of what follows was computed again, by the new version alone.
+        assert segments[-1]["context"] == [{"version": "v1", "start": 0, "end": 249}]
+
+
+def test_every_engine_is_paused_before_any_is_flushed_and_labelled_after_all_are_loaded(run_async):
+    order = []
+
+    async def scenario():
+        async with fake_fleet(3) as (fleet, engines):
+            for i, engine in enumerate(engines):
+                engine.calls = _Tap(order, i)
+                engine.latency_s = 0.01 * i
+            await publish(fleet, NameTransport(), "v1")
+
+    run_async(scenario())
+
+    def positions(path):
+        return [n for n, (_, p) in enumerate(order) if p == path]
+
+    assert max(positions("/pause_generation")) < min(positions("/flush_cache"))
+    assert max(positions("/update_weights_from_disk")) < min(positions("/update_weight_version"))
+    assert max(positions("/update_weight_version")) < min(positions("/continue_generation"))
+
+
+class _Tap(list):
+    def __init__(self, order, engine):
+        super().__init__()
+        self.order, self.engine = order, engine
+
+    def append(self, path):
+        self.order.append((self.engine, path))
+
+
+# One engine of two misbehaves; the other must go on. (path, faults, the step that is blamed)
+FAULTS = [
+    ("/pause_generation", ["refuse"], "pause"),
+    ("/pause_generation", ["lie"], "flush"),  # it says 200 and isn't paused: its evidence tells
+    ("/pause_generation", ["hang_before"], "pause"),
+    ("/pause_generation", ["drop_before"], "pause"),
+    ("/pause_generation", ["die"], "pause"),
+    ("/flush_cache", ["lie"] * 100, "flush"),
+    ("/flush_cache", ["refuse"] * 100, "flush"),
+    ("/flush_cache", ["die"], "flush"),
+    ("/update_weights_from_disk", ["refuse"], "load"),
+    ("/update_weights_from_disk", ["lie"], "label"),  # no rank reports a new epoch... unless the label bumps it
+    ("/update_weights_from_disk", ["hang_before"], "load"),
+    ("/update_weights_from_disk", ["drop_after"], "load"),
+    ("/update_weights_from_disk", ["die"], "load"),
+    ("/update_weight_version", ["refuse"], "label"),
+    ("/update_weight_version", ["lie"], "label"),
+    ("/update_weight_version", ["drop_after"], "label"),
+    ("/continue_generation", ["refuse"], "resume"),
+    ("/continue_generation", ["die"], "resume"),
+]
+FAULTS.remove(("/update_weights_from_disk", ["lie"], "label"))  # only an audit can tell: see docs/publication.md
+
+
+@pytest.mark.parametrize(("path", "faults", "step"), FAULTS, ids=lambda v: str(v)[:30])
+def test_one_engine_fails_and_is_retired_the_other_goes_on(run_async, path, faults, step):
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            tasks = await in_flight(fleet, tokens=300)
+            engines[1].faults[path] = list(faults)
+            report = await publish(fleet, NameTransport(), "v1")
+            answers = await asyncio.gather(*tasks)
+            return report, answers, fleet, engines
+
+    report, answers, fleet, engines = run_async(scenario())
+    assert report.state == "resumed"
+    assert list(report.unconfirmed) == ["engine1"]
+    assert report.engines[1].failed_step == step
+    assert report.engines[1].reason
+    assert [m.name for m in fleet.routable()] == ["engine0"]
+    assert "engine1" in fleet.retired()
+    # No engine that still lives is left paused, and each request came back whole, from a confirmed engine.
+    assert not engines[0].paused
+    assert engines[1].dead or step == "resume" or not engines[1].paused
+    assert [len(a.body["output_ids"]) for a in answers] == [300] * 6
+    assert {a.engine for a in answers} == {"engine0"}
+
+
+@pytest.mark.parametrize(
+    ("path", "faults"),
+    [
+        ("/flush_cache", ["refuse", "refuse"]),  # an overlapped batch drains: refused, then accepted
+        ("/flush_cache", ["drop_after"]),  # took effect, the answer was lost: the evidence decides
+        ("/flush_cache", ["hang_after"]),
+        ("/continue_generation", ["drop_after"]),
+        ("/continue_generation", ["drop_before"]),
+    ],
+    ids=str,
+)
+def test_passing_faults_are_ridden_out(run_async, path, faults):
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            engines[1].faults[path] = list(faults)
+            report = await publish(fleet, NameTransport(), "v1")
+            return report, [e.paused for e in engines]
+
+    report, paused = run_async(scenario())
+    assert not report.unconfirmed
+    assert paused == [False, False]
+
+
+def test_one_rank_refuses_the_flush_behind_rank_zero(run_async):
+    """SGLang answers a flush with rank 0's result alone; each rank's own evidence is what counts."""
+
+    async def scenario():
+        async with fake_fleet(2, ranks=3) as (fleet, engines):
+            await asyncio.gather(*(generate(fleet, request(2)) for _ in range(12)))
+            engines[1].ranks[2].refuse_flush = True
+            return await publish(fleet, NameTransport(), "v1")
+
+    report = run_async(scenario())
+    assert report.engines[1].failed_step == "flush"
+    assert "rank 2" in report.engines[1].reason
+    assert "rank 1" not in report.engines[1].reason
+
+
+def test_every_engine_fails_before_its_weights_are_touched(run_async):
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            for engine in engines:
+                engine.faults["/flush_cache"] = ["refuse"] * 1000
+            with pytest.raises(PublicationError) as failed:
+                await publish(fleet, NameTransport(), "v1")
+            # The fleet serves on at the old version.
+            assert [m.version for m in fleet.routable()] == ["v0", "v0"]
+            assert not any(e.paused for e in engines)
+            for engine in engines:
+                engine.faults.clear()
+            again = await publish(fleet, NameTransport(), "v1")
+            return failed.value, again
+
+    failure, again = run_async(scenario())
+    assert failure.report.state == "failed"
+    assert "flush" in str(failure)
+    assert not again.unconfirmed
+
+
+def test_cancelled_in_the_middle_nothing_stays_paused(run_async):
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            tasks = await in_flight(fleet)
+            engines[0].faults["/update_weights_from_disk"] = ["hang_before"]
+            publication = asyncio.create_task(publish(fleet, NameTransport(), "v1"))
+            await asyncio.sleep(0.2)
+            publication.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await publication
+            paused = [e.paused for e in engines]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            return paused, [m.name for m in fleet.routable()]
+
+    paused, routable = run_async(scenario())
+    assert paused == [False, False]
+    assert routable == []  # their weights are unknown
+
+
+def test_two_publishers_take_turns(run_async):
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            reports = await asyncio.gather(
+                publish(fleet, NameTransport(), "v1"), publish(fleet, NameTransport(), "v2")
+            )
+            return reports, fleet.version, [e.loaded for e in engines]
+
+    reports, version, loaded = run_async(scenario())
+    assert [r.previous_version for r in reports] == ["v0", "v1"]
+    assert version == "v2"
+    assert loaded == ["v2", "v2"]
+
+
+def test_off_mode_pauses_in_place_and_keeps_what_is_in_flight(run_async):
+    async def scenario():
+        async with fake_fleet(sharing="off") as (fleet, engines):
+            tasks = await in_flight(fleet)
+            report = await publish(fleet, NameTransport(), "v1")
+            return report, await asyncio.gather(*tasks)
+
+    report, answers = run_async(scenario())
+    assert sum(e.requests_retracted for e in report.engines) == 0
+    assert not any(e.flush_verified for e in report.engines)
+    for answer in answers:
+        last = answer.body["meta_info"]["kv_provenance"][-1]
+        assert [span["version"] for span in last["context"]] == ["v0", "v1"]
+
+
+def test_a_live_engine_with_its_radix_cache_on_is_refused_in_off_mode(run_async):
+    async def scenario():
+        fleet = Fleet(decide("disjoint", "off"), "v0")
+        async with FakeEngine(radix_cache=True) as engine, EngineClient(engine.url) as client:
+            await admit(fleet, client)
+
+    with pytest.raises(EngineUnfit, match=r"own report .*radix cache on.*Ways out"):
+        run_async(scenario())
+
+
+def test_an_engine_without_the_needed_hook_is_refused(run_async):
+    async def scenario():
+        fleet = Fleet(decide("disjoint", "retract"), "v0")
+        async with FakeEngine(hooks=()) as engine, EngineClient(engine.url) as client:
+            await admit(fleet, client)
+
+    with pytest.raises(EngineUnfit, match=r"kv_evidence \(not loaded\).*REEF_SLIME_HOOKS"):
+        run_async(scenario())
+
+
+def test_an_engine_at_another_version_joins_at_the_next_publication(run_async):
+    async def scenario():
+        async with fake_fleet(1) as (fleet, _), FakeEngine(version="default") as late:
+            async with EngineClient(late.url, name="late", deadlines=FAST) as client:
+                await admit(fleet, client)
+                before = [m.name for m in fleet.routable()]
+                await publish(fleet, NameTransport(), "v1")
+                return before, [m.name for m in fleet.routable()]
+
+    before, after = run_async(scenario())
+    assert before == ["engine0"]
+    assert after == ["engine0", "late"]
+
+
+def test_a_restarted_engine_is_not_taken_for_the_old_one(run_async):
+    """It restarts between pause and flush: flushed and empty, but not the process that was paused."""
+
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            flush = engines[1].on_flush_cache
+
+            async def restarted(body):
+                answer = await flush(body)
+                for rank in engines[1].ranks:
+                    rank.instance_id = "another"
+                return answer
+
+            engines[1].on_flush_cache = restarted
+            return await publish(fleet, NameTransport(), "v1")
+
+    report = run_async(scenario())
+    assert "restarted" in report.unconfirmed["engine1"]
+
+
+def test_no_engine_left_is_an_error_not_a_hang(run_async):
+    async def scenario():
+        async with fake_fleet(1) as (fleet, engines):
+            engines[0].dead = True
+            await generate(fleet, request(2))
+
+    with pytest.raises(FleetError, match="no engine left"):
+        run_async(scenario())
+
+
+def test_verdict_needs_every_proof(run_async):
+    """Each single missing proof is named; with all of them the verdict is empty. (So it can fail, and can pass.)"""
+
+    async def scenario():
+        async with fake_fleet(1) as (fleet, engines):
+            client = next(iter(fleet.members.values())).client
+            await generate(fleet, request(2))
+            before = await client.reports()
+            verdicts = [why_not_flushed(before, before, fleet.policy)]
+            await client.pause("retract")
+            verdicts.append(why_not_flushed(before, await client.reports(), fleet.policy))
+            await client.flush()
+            verdicts.append(why_not_flushed(before, await client.reports(), fleet.policy))
+            return verdicts
+
+    running, paused, flushed = run_async(scenario())
+    assert any("isn't paused" in reason for reason in running)
+    assert any("hasn't flushed" in reason for reason in paused)
+    assert any("isn't empty: tree_full_evictable=50" in reason for reason in paused)
+    assert flushed == []
