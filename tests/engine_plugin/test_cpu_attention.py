@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+torch.set_num_threads(1)  # tiny tensors; more threads only fight over the cores
 pytest.importorskip("sglang")
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
