@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused
-from slime_backend.fleet import Fleet, FleetError
+from slime_backend.fleet import Fleet, FleetError, Member
 
 ATTEMPTS = 8
+HEALTH_TRIES, HEALTH_S, HEALTH_PAUSE_S = 3, 5.0, 0.2
 WAIT_FOR_ENGINE_S = 60.0  # a publication or a recovering engine may leave nobody routable for a while
 
 
@@ -50,8 +51,9 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
                 reason = str(error)
             except EngineError as error:
                 reason = str(error)
-                if member.status != "retired":
-                    fleet.retire(member, f"a request failed: {error.seen}")
+                # One broken connection isn't a dead engine; an engine that answers nothing is.
+                if member.status != "retired" and not await _alive(member):
+                    fleet.retire(member, f"a request failed and it no longer answers: {error.seen}")
             else:
                 finish = (answer["meta_info"].get("finish_reason") or {}).get("type")
                 if member.status == "retired":
@@ -63,6 +65,14 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
         if on_retry is not None:
             on_retry(reason)
     raise RequestLost(f"no answer after {ATTEMPTS} attempts; the last: {reason}")
+
+
+async def _alive(member: Member) -> bool:
+    for _ in range(HEALTH_TRIES):
+        if await member.client.healthy(HEALTH_S):
+            return True
+        await asyncio.sleep(HEALTH_PAUSE_S)
+    return False
 
 
 async def _wait_routable(fleet: Fleet) -> None:

@@ -99,7 +99,8 @@ class EngineClient:
         """
         if self._session is None:
             # No limit on connections: hundreds of rollouts may be in flight while a control call must get through.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=False))
+            # SGLang's server closes an idle connection after 5 s; reusing one at that moment would break a request.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0))
         seconds = self.deadlines.control if deadline is None else deadline
         what = f"{method} {path}"
         try:

@@ -146,9 +146,10 @@ class Span:
 class KvSegment:
     """Output tokens start..end, the version that sampled them, and the KV that they were sampled from.
 
-    `context` covers prompt + output positions 0 .. prompt_length + end - 1: its spans say which version computed the
-    KV of each position. A retract replaces the context of the tokens that follow it, an in-place publication splits
-    it; both leave earlier segments as they were.
+    `context` covers prompt + output positions 0 .. prompt_length + end - 1, end excluded: the KV of a segment's last
+    token is computed with the next token. Its spans say which version computed the KV of each position. A retract
+    replaces the context of the tokens that follow it, an in-place publication splits it; both leave earlier segments
+    as they were.
     """
 
     start: int

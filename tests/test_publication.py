@@ -247,9 +247,7 @@ def test_cancelled_in_the_middle_nothing_stays_paused(run_async):
 def test_two_publishers_take_turns(run_async):
     async def scenario():
         async with fake_fleet() as (fleet, engines):
-            reports = await asyncio.gather(
-                publish(fleet, NameTransport(), "v1"), publish(fleet, NameTransport(), "v2")
-            )
+            reports = await asyncio.gather(publish(fleet, NameTransport(), "v1"), publish(fleet, NameTransport(), "v2"))
             return reports, fleet.version, [e.loaded for e in engines]
 
     reports, version, loaded = run_async(scenario())

@@ -24,7 +24,7 @@ from slime_backend.engine_plugin import hf_window, registry
 
 HOOK = "cpu_attention"
 BACKEND = "torch_native"
-# Queries per block of a prefill: bounds the mask to 256 x context and lets a sliding layer skip keys outside its window.
+# Queries per block of a prefill: bounds the mask to 256 x context and lets a sliding layer skip keys before its window.
 QUERY_BLOCK = 256
 
 Tensor = torch.Tensor
@@ -65,14 +65,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, l
 
 @functools.cache
 def backend_class() -> type:
-    """The backend, a subclass of SGLang's; a function because importing SGLang must wait for the hook to be asked for."""
+    """The backend, a subclass of SGLang's; a function, because SGLang is imported only where the hook is asked for."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.layers.radix_attention import AttentionType
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     class CpuAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]
-        """Per forward pass: `init_forward_metadata`, then one `forward_*` per layer; index tensors are shared by layers."""
+        """Per pass: `init_forward_metadata`, then one `forward_*` per layer; layers share the index tensors."""
 
         def init_forward_metadata(self, forward_batch: Any) -> None:
             super().init_forward_metadata(forward_batch)
@@ -168,7 +168,7 @@ def backend_class() -> type:
                     bias = None
                     if count > 1 or window is not None:
                         bias = self._bias(first, count, low, window, groups, q.dtype)
-                    # The heads of a group share their keys: fold them into the query axis, which the kernel handles fast.
+                    # Heads of a group share their keys: folded into the query axis, which the kernel handles fast.
                     folded = query[base + start : base + end].view(count, kv_heads, groups, dim).permute(1, 2, 0, 3)
                     span = slice(low - oldest, prefix + end - oldest)
                     block = attend(
@@ -234,7 +234,9 @@ def backend_class() -> type:
                 key = keys.index_select(0, slots).view(size, -1, kv_heads, dim).to(q.dtype).transpose(1, 2)
                 value = values.index_select(0, slots).view(size, -1, kv_heads, v_dim).to(q.dtype).transpose(1, 2)
                 whole = size == query.shape[0]  # one group holds every request, in order
-                block = attend(query if whole else query[members], key, value, bias, layer.scaling, layer.logit_cap or 0.0)
+                block = attend(
+                    query if whole else query[members], key, value, bias, layer.scaling, layer.logit_cap or 0.0
+                )
                 if whole:
                     output = block
                 else:

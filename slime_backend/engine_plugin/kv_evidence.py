@@ -1,4 +1,4 @@
-"""Puts into /server_info what each scheduler counted itself: KV in the tree, free slots, requests that hold KV, flushes.
+"""Puts into /server_info what each scheduler counted itself: KV in the tree, free slots, KV of requests, flushes.
 
 Adds `internal_states[i]["reef_slime"]` (wire.SchedulerReport), one per data-parallel rank. Written for SGLang 0.5.23
 and needed in every version, because nothing else says that a flush was carried out by every rank:
@@ -12,6 +12,7 @@ and `pauses` do not count it.
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from typing import Any
 from slime_backend import wire
 from slime_backend.engine_plugin import epoch, registry
 from slime_backend.engine_plugin.epoch import EPOCH
+
+log = logging.getLogger(__name__)
 
 HOOK = "kv_evidence"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -53,7 +56,8 @@ def counters() -> Counters:
 
 
 def install() -> str:
-    status = epoch.install(HOOK)
+    missing = registry.missing_targets([f"{SCHEDULER}.collect_inflight_reqs"])  # used, not patched
+    status = f"this SGLang has no {', '.join(missing)}" if missing else epoch.install(HOOK)
     if status != wire.ACTIVE:
         return status
     return registry.attach(
@@ -131,40 +135,42 @@ def _slots(allocator: Any) -> tuple[int, int, int, int]:
 
 
 def _after_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    report = wire.SchedulerReport(
-        instance_id=counters().instance_id,
-        hooks=registry.statuses(),
-        epoch=EPOCH.number,
-        kv=evidence(scheduler),
-    )
-    output.internal_state[wire.REPORT_KEY] = report.to_json()
+    try:
+        report = wire.SchedulerReport(
+            instance_id=counters().instance_id,
+            hooks=registry.statuses(),
+            epoch=EPOCH.number,
+            kv=evidence(scheduler),
+        )
+        output.internal_state[wire.REPORT_KEY] = report.to_json()
+    except Exception as error:  # a cache type we can't count must not end the scheduler; the reader refuses this form
+        log.exception("reef-slime: no evidence from this scheduler")
+        output.internal_state[wire.REPORT_KEY] = {"error": f"{type(error).__name__}: {error}"}
     return output
 
 
 def _around_flush(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
-    reason = _refusal(scheduler)
     flushed = bool(original(scheduler, *args, **kwargs))
     own = counters()
     if flushed:
         own.flush_epoch += 1
     else:
         own.flush_refused += 1
-        own.last_refusal = reason
+        own.last_refusal = _refusal(scheduler)  # a refusal changes nothing, so this is what was seen
     return flushed
 
 
 def _refusal(scheduler: Any) -> dict[str, Any]:
     """What Scheduler.is_fully_idle (0.5.23, scheduler.py:5337) looks at, so a refusal can be explained."""
-    seen = evidence(scheduler)
     last_batch = scheduler.last_batch
     return {
-        "paused": seen.paused,
-        "pause_mode": seen.pause_mode,
-        "requests_holding_kv": seen.requests_holding_kv,
-        "waiting": seen.waiting,
-        "running": seen.running,
-        "chunked": seen.chunked,
-        "result_queue": seen.result_queue,
+        "paused": bool(scheduler._engine_paused),
+        "pause_mode": counters().pause_mode,
+        "requests_holding_kv": sum(req.kv.holds_kv for req in live_requests(scheduler)),
+        "waiting": len(scheduler.waiting_queue),
+        "running": len(scheduler.running_batch.reqs),
+        "chunked": int(scheduler.chunked_req is not None),
+        "result_queue": len(getattr(scheduler, "result_queue", None) or ()),
         "last_batch": 0 if last_batch is None else len(last_batch.reqs),
         "grammar_queue": len(scheduler.grammar_manager.grammar_queue),
     }

@@ -52,13 +52,13 @@ class Sample:
 class GrpoConfig:
     """Settings of a step. The defaults are those measured for the tiny model."""
 
-    learning_rate: float = 4e-3
+    learning_rate: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
     ratio_bound: float = 2.0  # of the importance weight; 2 is what Yao et al. use
     normalise: Literal["token", "sequence"] = "token"  # mean over tokens, or over sequences of their token means
     advantage_epsilon: float = 1e-6
-    micro_batch: int = 64  # samples per forward; bounds memory, does not change the gradient
+    micro_batch: int = 16  # samples per forward; bounds memory, does not change the gradient
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.max_grad_norm <= 0 or self.micro_batch < 1:

@@ -164,7 +164,7 @@ class _Run:
         task = make_task(config.task)
         tokenizer = models.load_tokenizer(source.template)
         self.tokenizer = tokenizer
-        self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir)
+        self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir, reporter.say)
         self.publications = JsonlWriter(run_dir / "publications.jsonl")
         self.steps_file = JsonlWriter(run_dir / "steps.jsonl")
         self.transport = self._transport()

@@ -12,7 +12,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,16 @@ class RolloutWorker:
     await worker.stop()                      # no new groups; those in flight are finished and recorded
     """
 
-    def __init__(self, fleet: Fleet, config: RunConfig, task: Task, tokenizer: Any, run_dir: Path) -> None:
-        self.fleet, self.config, self.task, self.tokenizer = fleet, config, task, tokenizer
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RunConfig,
+        task: Task,
+        tokenizer: Any,
+        run_dir: Path,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.fleet, self.config, self.task, self.tokenizer, self.say = fleet, config, task, tokenizer, say
         self.counts = RolloutCounts()
         self._submitted = JsonlWriter(run_dir / "submitted.jsonl")
         self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl")
@@ -149,3 +157,4 @@ class RolloutWorker:
 
     def _count_retry(self, reason: str) -> None:
         self.counts.resubmitted += 1
+        self.say(f"a request is sent again: {reason}")

@@ -40,7 +40,7 @@ def audit_difference(reference: Reference, ids: list[int], answer: Any) -> float
 
 
 def check_form(ids: list[int], answer: Any) -> None:
-    """Segments tile the output, contexts tile what each was sampled from, and versions agree with SGLang's own spans."""
+    """Segments tile the output, contexts tile what each came from, and versions agree with SGLang's own spans."""
     meta = answer["meta_info"]
     segments = meta["kv_provenance"]
     assert segments[0]["start"] == 0

@@ -12,10 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # engine_api and tiny_models, which only these tests use
 
-from engine_api import Api, Serve  # noqa: E402
-from tiny_models import Reference, write_checkpoints  # noqa: E402
+from engine_api import Api, Serve
+from tiny_models import Reference, write_checkpoints
 
-from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines  # noqa: E402
+from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines
 
 
 @pytest.fixture(scope="session")

@@ -79,7 +79,7 @@ class Api:
         if version is not None:
             body["weight_version"] = version
         status, answer = self.call("/update_weights_from_disk", body)
-        assert status == 200 and answer["success"], answer
+        assert (status, answer["success"]) == (200, True), answer
 
     def label(self, version: str) -> None:
         status, answer = self.call("/update_weight_version", {"new_version": version, "abort_all_requests": False})

@@ -1,4 +1,4 @@
-"""Negative controls: what the same checks see on an engine that lacks a correction. A check that passes here is void."""
+"""Negative controls: what the same checks see on an engine that lacks a correction. One that passes here is void."""
 
 from __future__ import annotations
 

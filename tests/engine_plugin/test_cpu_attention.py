@@ -142,7 +142,9 @@ def layer(request: pytest.FixtureRequest) -> Layer:
     return request.param
 
 
-@pytest.mark.parametrize(("dtype", "page", "tolerance"), [("float32", 1, 2e-6), ("float32", 16, 2e-6), ("bfloat16", 1, 2e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "page", "tolerance"), [("float32", 1, 2e-6), ("float32", 16, 2e-6), ("bfloat16", 1, 2e-2)]
+)
 def test_prefill_prefix_hit_mixed_batch_and_decode(layer: Layer, dtype: str, page: int, tolerance: float) -> None:
     scene = Scene(getattr(torch, dtype), page)
     steps: list[tuple[dict[int, int], bool]] = [

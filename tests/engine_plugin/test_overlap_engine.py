@@ -55,7 +55,9 @@ def test_publication_with_a_step_in_flight(
         assert audit_difference(dense_reference, ids, answer) < TOLERANCE
 
 
-def test_publication_inside_a_chunked_prefill(api: Api, dense_paths: dict[str, str], dense_reference: Reference) -> None:
+def test_publication_inside_a_chunked_prefill(
+    api: Api, dense_paths: dict[str, str], dense_reference: Reference
+) -> None:
     ids = prompt(12000)
     call = Background(api.generate, ids, 12)
     api.until(lambda report: report.kv.chunked == 1, "chunked prefill")

@@ -32,7 +32,7 @@ def test_every_rank_reports_itself_and_keeps_no_tree(
 ) -> None:
     first, second = api.reports()
     assert first.instance_id != second.instance_id
-    assert first.kv.is_empty and second.kv.is_empty
+    assert (first.kv.is_empty, second.kv.is_empty) == (True, True)
     prompts = [prompt(100) for _ in range(4)]
     calls = [Background(api.generate, ids, 500) for ids in prompts]
     wait_for(api, 4)

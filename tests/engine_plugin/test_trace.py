@@ -46,7 +46,9 @@ def test_in_place_publication_splits_the_context_and_keeps_the_earlier_segment(t
     ]
 
 
-def test_publication_during_a_chunked_prefill_leaves_one_sampled_segment_over_mixed_context(trace: RequestTrace) -> None:
+def test_publication_during_a_chunked_prefill_leaves_one_sampled_segment_over_mixed_context(
+    trace: RequestTrace,
+) -> None:
     trace.publish(0, committed=6, sampled=0)
     assert trace.kv_segments(1, 2, label) == [KvSegment(0, 2, "v1", (Span("v0", 0, 6), Span("v1", 6, PROMPT + 1)))]
 

@@ -58,9 +58,7 @@ class Reference:
         from transformers import AutoModelForCausalLM
 
         self.models = {
-            version: AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
             for version, path in paths.items()
         }
 

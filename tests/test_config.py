@@ -1,0 +1,68 @@
+"""Configuration: unknown and contradictory settings are one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime_backend.config import ConfigError, load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_config_loads(path):
+    assert load_config(path).policy.safe
+
+
+def load(tmp_path, text="", *overrides):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def test_overrides_win_and_are_yaml(tmp_path):
+    config = load(tmp_path, "steps: 3", "steps=7", "ports=[31000, 31001]", "disjoint-prefix-sharing=retract")
+    assert (config.steps, config.ports, config.policy.pause_mode) == (7, [31000, 31001], "retract")
+
+
+@pytest.mark.parametrize("word", ["off", "no", "false"])
+def test_a_bare_off_is_a_mode_not_a_boolean(tmp_path, word):
+    assert load(tmp_path, f"disjoint_prefix_sharing: {word}").disjoint_prefix_sharing == "off"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("stesp: 3", (), "unknown key 'stesp'; did you mean 'steps'?"),
+        ("steps: 0", (), r"steps=0: .*greater than or equal to 1"),
+        ("", ("steps",), r"--set 'steps': give it as key=value"),
+        ("", ("steps=abc",), r"steps='abc': .*integer"),
+        ("ports: [1, 2, 3]", (), "ports lists 3 ports for engines=2"),
+        ("ports: [31000, 31000]", (), "one port twice"),
+        ("layout: colocated", (), "needs a trainer that shares GPUs"),
+        ("disjoint_prefix_sharing: sometimes", (), "disjoint_prefix_sharing='sometimes'"),
+        ("disable_radix_cache: false", (), "disable_radix_cache=false turns the radix cache on.*Ways out"),
+        ("hooks: [cpu_attention]", (), "hooks lacks kv_evidence, kv_spans"),
+        ("name: ../x", (), "name='../x'"),
+        ("- a\n- b", (), "expected keys and values, found list"),
+        ("a: [", (), "not valid YAML"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, text, overrides, expected):
+    with pytest.raises(ConfigError, match=expected) as refused:
+        load(tmp_path, text, *overrides)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_missing_file_lists_what_there_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=r"no config file nowhere.yaml; there are .*configs/cpu_tiny.yaml"):
+        load_config(Path("nowhere.yaml"))
+
+
+def test_an_override_may_turn_the_cache_off_but_not_on(tmp_path):
+    assert load(tmp_path, "disjoint_prefix_sharing: retract").radix_cache
+    assert not load(tmp_path, "disjoint_prefix_sharing: retract\ndisable_radix_cache: true").radix_cache
+    assert not load(tmp_path, "disjoint_prefix_sharing: off").radix_cache

@@ -1,0 +1,237 @@
+"""Publications on a real SGLang engine: what is cached, which weights answer, and what happens without the protection."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from slime_backend.engine_client import Deadlines, EngineClient, EngineError
+from slime_backend.fleet import Fleet, admit
+from slime_backend.local_trainer.models import load_model
+from slime_backend.policy import decide
+from slime_backend.publication import publish
+from slime_backend.transports import DiskTransport, TransportError
+from slime_backend.transports.distributed import DistributedTransport
+from slime_backend.weight_sources.torch_module import TorchModuleSource
+
+pytestmark = pytest.mark.engine
+
+DEADLINES = Deadlines(load=30.0, generate=120.0)
+versions = (f"t{i}" for i in itertools.count(1))
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model, tiny_model_b):
+    return {"a": load_model(tiny_model), "b": load_model(tiny_model_b)}
+
+
+@pytest.fixture(scope="module")
+def sources(models, tiny_model, tiny_model_b):
+    return {"a": TorchModuleSource(models["a"], tiny_model), "b": TorchModuleSource(models["b"], tiny_model_b)}
+
+
+def prompt(length=600):
+    return [random.randrange(256) for _ in range(length)]
+
+
+def body(ids, tokens=8, temperature=0.0):
+    return {
+        "input_ids": ids,
+        "return_logprob": True,
+        "sampling_params": {"max_new_tokens": tokens, "temperature": temperature, "ignore_eos": True},
+    }
+
+
+def logprobs(answer):
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
+@torch.no_grad()
+def reference(model, ids, answer):
+    """The sampled tokens' log-probs, and the greedy tokens, by a plain forward."""
+    out = answer["output_ids"]
+    rows = model(torch.tensor([ids + out])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    return [float(row[t]) for row, t in zip(rows, out, strict=True)], rows.argmax(-1).tolist()
+
+
+def difference(model, ids, answer):
+    return max(abs(a - b) for a, b in zip(logprobs(answer), reference(model, ids, answer)[0], strict=True))
+
+
+@asynccontextmanager
+async def fleet_on(engine, policy):
+    """A fleet of the one engine, at a fresh version name."""
+    async with EngineClient(engine.url, name="engine0", deadlines=DEADLINES) as client:
+        start = next(versions)
+        await client.label(start)
+        fleet = Fleet(policy, start)
+        await admit(fleet, client)
+        yield fleet, client
+
+
+async def load(client, source, root):
+    """Start a test from known weights and an empty cache."""
+    name = f"start-{time.time_ns()}"
+    source.save(root / name)
+    await client.load_from_disk(str(root / name))
+    await client.flush()
+
+
+def test_retract_publication_clears_everything_and_sharing_goes_on_within_a_version(
+    engine, models, sources, tmp_path, run_async
+):
+    async def scenario():
+        async with fleet_on(engine, decide("disjoint", "retract")) as (fleet, client):
+            await load(client, sources["a"], tmp_path)
+            ids = prompt()
+            before = [await client.generate(body(ids)) for _ in range(2)]
+            flying = [asyncio.create_task(client.generate(body(prompt(300), 300, 1.0))) for _ in range(3)]
+            await asyncio.sleep(1.0)
+            report = await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
+            after = [await client.generate(body(ids)) for _ in range(2)]
+            return ids, before, report, after, await asyncio.gather(*flying)
+
+    ids, before, report, after, flying = run_async(scenario(), 180)
+    assert [a["meta_info"]["cached_tokens"] for a in before] == [0, len(ids) - 1]
+    outcome = report.engines[0]
+    assert outcome.flush_verified
+    assert outcome.requests_retracted == 3
+    assert outcome.tokens_to_prefill_again >= 3 * 300
+    # The first same-prompt request after it computes everything, the second shares, both by the new weights.
+    assert [a["meta_info"]["cached_tokens"] for a in after] == [0, len(ids) - 1]
+    for answer in after:
+        assert difference(models["b"], ids, answer) < 1e-5
+        assert answer["output_ids"] == reference(models["b"], ids, answer)[1]
+        assert difference(models["a"], ids, answer) > 1e-2
+    # Each retracted request came back whole, sampled by both versions, with its later context computed again.
+    for answer in flying:
+        spans = answer["meta_info"]["weight_versions"]
+        assert [s["version"] for s in spans] == [report.previous_version, report.version]
+        assert spans[-1]["end"] == len(answer["output_ids"]) == 300
+        last = answer["meta_info"]["kv_provenance"][-1]["context"]
+        assert last == [{"version": report.version, "start": 0, "end": 300 + 300 - 1}]
+
+
+def test_negative_control_without_flush_old_prefixes_are_served_as_new(engine, models, sources, tmp_path, run_async):
+    """The same harness with the pause and the cache chosen apart: this is what the transaction prevents."""
+
+    async def scenario():
+        async with fleet_on(engine, decide("disjoint", "unsafe")) as (fleet, client):
+            await load(client, sources["a"], tmp_path)
+            ids = prompt()
+            await client.generate(body(ids))
+            await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
+            return ids, await client.generate(body(ids)), fleet.version
+
+    ids, answer, version = run_async(scenario(), 120)
+    assert answer["meta_info"]["cached_tokens"] == len(ids) - 1
+    assert {s["version"] for s in answer["meta_info"]["weight_versions"]} == {version}  # it claims the new weights
+    assert difference(models["b"], ids, answer) > 1e-2
+
+
+def test_evidence_tells_an_empty_cache_from_a_full_one(engine, run_async):
+    async def scenario():
+        async with EngineClient(engine.url, deadlines=DEADLINES) as client:
+            await client.generate(body(prompt()))
+            used = await client.reports()
+            await client.pause("retract")
+            try:
+                await client.flush()
+                flushed = await client.reports()
+            finally:
+                await client.resume()
+            return used[0].kv, flushed[0].kv
+
+    used, flushed = run_async(scenario(), 60)
+    assert not used.is_empty
+    assert any(left.startswith("tree_full_evictable") for left in used.leftovers())
+    assert flushed.is_empty
+    assert flushed.flush_epoch == used.flush_epoch + 1
+
+
+def test_in_place_pause_refuses_the_flush_and_the_evidence_says_so(engine, run_async):
+    async def scenario():
+        async with EngineClient(engine.url, deadlines=DEADLINES) as client:
+            flying = asyncio.create_task(client.generate(body(prompt(300), 400, 1.0)))
+            await asyncio.sleep(1.0)
+            await client.pause("in_place")
+            try:
+                with pytest.raises(EngineError, match="HTTP 400"):
+                    await client.flush()
+                kv = (await client.reports())[0].kv
+            finally:
+                await client.resume()
+            await flying
+            return kv
+
+    kv = run_async(scenario(), 60)
+    assert kv.pause_mode == "in_place"
+    assert kv.requests_holding_kv == 1
+    assert kv.last_refusal is not None
+    assert not kv.is_empty
+
+
+@pytest.mark.parametrize("kind", ["disk", "distributed", "distributed in small buckets"])
+def test_each_transport_brings_the_new_weights(engine, models, sources, tmp_path, run_async, kind):
+    def transport(source):
+        if kind == "disk":
+            return DiskTransport(source, tmp_path)
+        return DistributedTransport(source, bucket_bytes=1 << 28 if kind == "distributed" else 1 << 17)
+
+    async def scenario():
+        async with fleet_on(engine, decide("disjoint", "retract")) as (fleet, client):
+            await load(client, sources["a"], tmp_path)
+            ids = prompt(100)
+            mover = transport(sources["b"])
+            try:
+                reports = [await publish(fleet, mover, next(versions)) for _ in range(2)]
+            finally:
+                await mover.close()
+            return ids, reports, await client.generate(body(ids))
+
+    ids, reports, answer = run_async(scenario(), 120)
+    assert not any(r.unconfirmed for r in reports)
+    assert difference(models["b"], ids, answer) < 1e-5
+    assert difference(models["a"], ids, answer) > 1e-2
+
+
+def test_a_rejected_broadcast_is_an_error_within_the_deadline_and_the_engine_lives(
+    engine, models, sources, tmp_path, run_async
+):
+    """No open session: 0.5.23 answers 400 while the trainer already stands in the broadcast."""
+
+    class NoSession(EngineClient):
+        async def begin_weight_session(self):
+            return False
+
+    async def scenario():
+        async with fleet_on(engine, decide("disjoint", "retract")) as (_, client):
+            await load(client, sources["a"], tmp_path)
+            mover = DistributedTransport(sources["b"])
+            async with NoSession(engine.url, name="engine0", deadlines=DEADLINES) as rejected:
+                await mover.prepare("x", [rejected])
+                started = time.monotonic()
+                with pytest.raises((EngineError, TransportError)) as failed:
+                    await mover.load(rejected, "x")
+                seconds = time.monotonic() - started
+            ids = prompt(100)
+            still = await client.generate(body(ids))
+            # The broken pair is replaced, and the next update gets through.
+            await mover.prepare("y", [client])
+            await mover.load(client, "y")
+            await client.flush()
+            after = await client.generate(body(ids))
+            await mover.close()
+            return str(failed.value), seconds, ids, still, after
+
+    message, seconds, ids, still, after = run_async(scenario(), 120)
+    assert "begin_weight_update" in message
+    assert seconds < DEADLINES.load
+    assert difference(models["a"], ids, still) < 1e-5
+    assert difference(models["b"], ids, after) < 1e-5
