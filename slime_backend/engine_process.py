@@ -103,6 +103,8 @@ class EngineSettings:
             # estimate positive beside a large prefill chunk (SGLang 0.5.23 fails on a negative one).
             command += ["--attention-backend", "torch_native", "--model-impl", "transformers"]
             command += ["--mem-fraction-static", "0.2"]
+            # Without it an idle scheduler spins on a core that the trainer or another engine needs.
+            command.append("--sleep-on-idle")
         if not self.radix_cache:
             command.append("--disable-radix-cache")
         if not self.overlap_schedule:

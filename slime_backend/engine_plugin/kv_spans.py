@@ -155,5 +155,8 @@ def _around_relabel(original: Any, scheduler: Any, new_version: str | None) -> A
 
 
 def _around_slice(original: Any, meta_info: dict[Any, Any], offset: int, keys: Any = None) -> None:
-    kept = None if keys is None else [key for key in keys if key not in KEYS]
-    original(meta_info, offset, kept)
+    original(meta_info, offset, None if keys is None else [key for key in keys if key not in KEYS])
+    for key in meta_info.keys() & set(KEYS):
+        # One list grows over all chunks of a request. Chunks that are sent together are joined, so each needs its own
+        # copy, or the record would be in it once per chunk.
+        meta_info[key] = list(meta_info[key])

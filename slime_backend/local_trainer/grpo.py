@@ -120,7 +120,7 @@ def policy_loss(
 
 
 def token_logprobs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
-    """Log-prob of every output token under `model`, at temperature 1, with gradient: one (output length,) per sample."""
+    """Log-prob (temperature 1, with gradient) of every output token under `model`: one (output length,) per sample."""
     prefix = SharedPrefix.run(model, [s.prompt_ids for s in samples])
     return suffix_logprobs(model, prefix, [(s.prompt_ids, s.output_ids) for s in samples])
 
@@ -179,7 +179,9 @@ def grpo_step(
 
 def _token_weights(samples: Sequence[Sample], normalise: str) -> list[Tensor]:
     masks = [
-        torch.tensor([float(bool(m)) for m in s.loss_mask]) if s.loss_mask is not None else torch.ones(len(s.output_ids))
+        torch.tensor([float(bool(m)) for m in s.loss_mask])
+        if s.loss_mask is not None
+        else torch.ones(len(s.output_ids))
         for s in samples
     ]
     if normalise == "token":

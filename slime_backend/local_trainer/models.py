@@ -109,7 +109,9 @@ def load_model(directory: str | Path) -> Any:
     """The model of `directory` in fp32 and eval mode (dropout would make its log-probs differ from an engine's)."""
     path = Path(directory)
     if not (path / "config.json").is_file():
-        raise ModelError(f"{path}: no model here (config.json is missing); make one with make_tiny_model or check --model")
+        raise ModelError(
+            f"{path}: no model here (config.json is missing); make one with make_tiny_model or check --model"
+        )
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError, RuntimeError) as error:

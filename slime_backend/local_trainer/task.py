@@ -6,8 +6,9 @@ A task needs no model and no labels made by one, so that every reward in a run's
 from __future__ import annotations
 
 import random
+import re
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 

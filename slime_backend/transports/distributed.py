@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -86,16 +88,16 @@ class DistributedTransport:
         self.host = host
         self.bucket_bytes = bucket_bytes
         self.connect_s = connect_s
-        self._pairs: dict[str, PairGroup] = {}
-        self._serial = 0
+        self._pairs: dict[str, tuple[EngineClient, PairGroup]] = {}
+        self._unjoined: dict[str, str] = {}  # engine -> why it has no group
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
         """Connect to the engines that have no group yet. An engine that can't be reached fails in `load`."""
         await asyncio.gather(*(self._connect(c) for c in clients if c.name not in self._pairs))
 
     async def _connect(self, client: EngineClient) -> None:
-        self._serial += 1
-        pair = PairGroup(f"reef-slime-{self._serial}", self.host, min(self.connect_s, client.deadlines.load))
+        # A fresh name each time: an engine that kept a broken group refuses a second one of the same name.
+        pair = PairGroup(f"reef-slime-{uuid.uuid4().hex}", self.host, min(self.connect_s, client.deadlines.load))
         meet = asyncio.create_task(asyncio.to_thread(pair.connect))
         # Without this line a refused join would leave an exception that nobody reads when `meet` times out.
         meet.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -104,14 +106,17 @@ class DistributedTransport:
                 address=self.host, port=pair.port, rank_offset=1, world_size=2, group=pair.name, backend="gloo"
             )
             await asyncio.wait_for(meet, self.connect_s)
-        except (EngineError, RuntimeError, TimeoutError):
-            return  # this engine alone has no group, and `load` says so
-        self._pairs[client.name] = pair
+        except (EngineError, RuntimeError, TimeoutError) as error:
+            # This engine alone has no group; `load` says so.
+            self._unjoined[client.name] = getattr(error, "seen", f"{type(error).__name__}: {error}")
+            return
+        self._pairs[client.name] = (client, pair)
 
     async def load(self, client: EngineClient, version: str) -> None:
-        pair = self._pairs.get(client.name)
-        if pair is None:
-            raise TransportError(client.name, "it didn't join the weight-update group")
+        if client.name not in self._pairs:
+            why = self._unjoined.get(client.name, "it wasn't there at `prepare`")
+            raise TransportError(client.name, f"it didn't join the weight-update group: {why}")
+        _, pair = self._pairs[client.name]
         opened = await client.begin_weight_session()
         try:
             for bucket in in_buckets(self.source.named_tensors(), self.bucket_bytes):
@@ -148,8 +153,10 @@ class DistributedTransport:
         self._pairs.pop(client.name, None)
 
     async def close(self) -> None:
-        for pair in self._pairs.values():
+        for client, pair in self._pairs.values():
             pair.stop()
+            with suppress(EngineError):  # the engine may be gone already
+                await client.leave_weight_group(pair.name)
         self._pairs.clear()
 
 

@@ -45,7 +45,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
     @contextmanager
     def start(model: str, **settings: Any) -> Iterator[Api]:
         engine = LocalEngine(
-            EngineSettings(model=model, **{"max_total_tokens": 40000, "chunked_prefill_size": 1024, **settings}),
+            EngineSettings(model=model, **{"max_total_tokens": 40000, "chunked_prefill_size": 512, **settings}),
             log_path=tmp_path_factory.mktemp("engine") / "engine.log",
         )
         with running_engines([engine]):

@@ -44,7 +44,7 @@ def test_all_hooks_report_active(api: Api) -> None:
 
 
 def test_fresh_prefix_hit_and_chunked_prompts_match_the_reference(api: Api, hybrid_reference: Reference) -> None:
-    for length in (1, WINDOW - 1, WINDOW, WINDOW + 1, 700, 3000):  # 3000 takes three chunks of 1024
+    for length in (1, WINDOW - 1, WINDOW, WINDOW + 1, 700, 3000):  # 3000 takes six chunks of 512
         ids = prompt(length)
         for expect_hit in (False, True):
             answer = api.generate(ids, 24)
@@ -141,7 +141,7 @@ def test_two_publications_in_flight_audit_exactly(
 def test_publication_inside_a_chunked_prefill(
     api: Api, hybrid_paths: dict[str, str], hybrid_reference: Reference
 ) -> None:
-    ids = prompt(14000)
+    ids = prompt(7000)
     call = Background(api.generate, ids, 12)
     api.until(lambda report: report.kv.chunked == 1, "chunked prefill")
     api.publish(hybrid_paths["v1"], "v1", "in_place")

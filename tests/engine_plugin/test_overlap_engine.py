@@ -58,7 +58,7 @@ def test_publication_with_a_step_in_flight(
 def test_publication_inside_a_chunked_prefill(
     api: Api, dense_paths: dict[str, str], dense_reference: Reference
 ) -> None:
-    ids = prompt(12000)
+    ids = prompt(7000)
     call = Background(api.generate, ids, 12)
     api.until(lambda report: report.kv.chunked == 1, "chunked prefill")
     assert not api.pause("in_place").kv.is_empty

@@ -1,0 +1,94 @@
+"""The command line: wrong use exits with 2, failures with 1, each with one clear line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*args: str, cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "slime_backend.cli", *args], capture_output=True, text=True, cwd=cwd, timeout=timeout
+    )
+
+
+def test_help_names_the_commands():
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("train", "up", "audit"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["trian"], "No such command"),
+        (["train"], "Missing argument"),
+        (["train", "configs/cpu_tiny.yaml", "--nope"], "No such option"),
+        (["train", "nowhere.yaml"], "no config file nowhere.yaml; there are configs/"),
+        (["train", "configs/cpu_tiny.yaml", "--set", "stesp=3"], "unknown key 'stesp'; did you mean 'steps'?"),
+        (["train", "configs/cpu_tiny.yaml", "--set", "layout=colocated"], "the local trainer is disjoint"),
+        (["up", "configs/cpu_tiny.yaml", "--set", "ports=[1]"], "ports lists 1 ports for engines=2"),
+        (["audit", "no/such/run"], "no run directory no/such/run"),
+    ],
+)
+def test_wrong_use_exits_with_two(args, expected):
+    done = run(*args)
+    assert done.returncode == 2, done.stderr
+    assert expected in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_failures_exit_with_one_and_one_line(tmp_path):
+    config = str(ROOT / "configs" / "cpu_tiny.yaml")
+    places = ["--set", f"runs_dir={tmp_path}", "--set", f"models_dir={tmp_path}/models"]
+    cases = {
+        "model='no/model' is neither": ["train", config, *places, "--set", "model=no/model"],
+        "holds no run to resume": ["train", config, *places, "--resume", str(tmp_path / "none")],
+        "has no rollouts": ["audit", str(tmp_path)],
+    }
+    for expected, args in cases.items():
+        done = run(*args)
+        assert done.returncode == 1, done.stderr
+        assert expected in done.stderr
+        assert done.stderr.strip().count("\n") == 0, done.stderr
+
+
+def test_an_occupied_port_is_one_line_and_starts_nothing(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run(
+            "train",
+            "configs/cpu_tiny.yaml",
+            *("--set", f"runs_dir={tmp_path}", "--set", f"models_dir={tmp_path}/models"),
+            *("--set", "engines=1", "--set", f"ports=[{port}]", "--set", "wandb=disabled"),
+        )
+    assert done.returncode == 1
+    assert f"port {port} on 127.0.0.1 can't be used" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("*/engine0.log"))
+
+
+def test_a_checkpoint_with_other_shapes_is_one_line(tmp_path, tiny_model):
+    import json
+    import shutil
+
+    other = tmp_path / "other"
+    shutil.copytree(tiny_model, other)
+    config = json.loads((other / "config.json").read_text())
+    config["hidden_size"] *= 2
+    (other / "config.json").write_text(json.dumps(config))
+    done = run("train", "configs/cpu_tiny.yaml", "--set", f"model={other}", "--set", f"runs_dir={tmp_path}")
+    assert done.returncode == 1, done.stderr
+    assert "does not load" in done.stderr
+    assert "Traceback" not in done.stderr
+

@@ -1,0 +1,138 @@
+"""Whole runs on real engines: the main job, its counter-proof, an interruption and the real small model.
+
+Sizes are small; the demo's own figures come from `make demo`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def models_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def command(config, runs, models, *settings, resume=None):
+    pairs = [f"runs_dir={runs}", f"models_dir={models}", *settings]
+    more = ["--resume", str(resume)] if resume else []
+    return [
+        *(sys.executable, "-m", "slime_backend.cli", "train", str(ROOT / "configs" / config)),
+        *(x for pair in pairs for x in ("--set", pair)),
+        *more,
+    ]
+
+
+def finish(args, timeout=580):
+    return subprocess.run(args, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+
+
+SMALL = ("steps=4", "groups_per_step=6", "samples_per_group=4", "groups_ahead=6", "max_total_tokens=40000")
+
+
+def test_the_main_job_small(tmp_path, models_dir):
+    done = finish(command("cpu_tiny.yaml", tmp_path, models_dir, *SMALL, "name=small", "audit_rollouts=60"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "small" / "summary.json").read_text())
+    assert summary["completed"]
+    assert (summary["steps"], summary["publications"], summary["engines_confirmed_each"]) == (4, 4, [2])
+    assert summary["flushes_verified"] == 8
+    assert summary["publications_with_retractions"] >= 3
+    assert summary["rollouts_submitted"] == summary["rollouts_completed"] > 4 * 24
+    assert summary["rollouts_lost"] == summary["rollouts_doubled"] == summary["rollouts_aborted"] == 0
+    assert summary["prefix_hit_rate_within_version"] > 0.9
+    assert summary["first_after_publication"] >= 6
+    assert summary["cached_tokens_first_after_publication_max"] == 0
+    assert summary["audit"]["rollouts"] == 60
+    assert summary["audit"]["violations"] == 0
+    assert summary["audit"]["max_abs_logprob_diff"] < 1e-4
+    assert summary["audit"]["crossing"] > 0
+    assert summary["peak_rss_gib"] > 1
+    # The W&B run is there, with a history and the table of rollouts.
+    run = Path(summary["wandb_run_dir"])
+    assert list(run.glob("*.wandb"))[0].stat().st_size > 1000
+    assert list(run.rglob("*rollouts*.table.json"))
+
+
+def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_rollouts(tmp_path, models_dir):
+    """The same run with the radix cache on, an in-place pause and no flush. An audit that can't fail is worth nothing."""
+    args = command(
+        *("cpu_tiny.yaml", tmp_path, models_dir, *SMALL),
+        *("name=unsafe", "disjoint_prefix_sharing=unsafe", "audit_rollouts=120", "wandb=disabled"),
+    )
+    done = finish(args)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "warning: disjoint_prefix_sharing=unsafe" in done.stderr
+    summary = json.loads((tmp_path / "unsafe" / "summary.json").read_text())
+    audit = summary["audit"]
+    assert audit["violations"] > 10
+    assert audit["max_abs_logprob_diff"] > 1e-3
+    recorded = {json.loads(line)["receipt"] for line in (tmp_path / "unsafe" / "rollouts.jsonl").open()}
+    assert set(audit["violated"]) <= recorded
+    assert summary["cached_tokens_first_after_publication_max"] > 1000  # the old prefix, served as new
+    again = subprocess.run(
+        [sys.executable, "-m", "slime_backend.cli", "audit", str(tmp_path / "unsafe"), "--rollouts", "40"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert again.returncode == 1
+    assert "violation: " in again.stdout
+
+
+def test_interrupted_and_resumed(tmp_path, models_dir):
+    """Ctrl-C writes a partial summary and ends the engines; --resume goes on from the last checkpoint."""
+    settings = (*SMALL, "name=cut", "audit_rollouts=60", "engines=1")
+    process = subprocess.Popen(
+        command("cpu_tiny.yaml", tmp_path, models_dir, *settings), stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step   2/"):
+            break
+    tree = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    process.stdout.read()
+    assert process.wait(120) == 130
+    time.sleep(1)
+    assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    partial = json.loads((tmp_path / "cut" / "summary.json").read_text())
+    assert not partial["completed"]
+    assert 2 <= partial["steps"] <= 3
+
+    done = finish(command("cpu_tiny.yaml", tmp_path, models_dir, *settings, resume=tmp_path / "cut"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "cut" / "summary.json").read_text())
+    assert summary["completed"]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "steps.jsonl").open()]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 4
+    assert summary["audit"]["violations"] == 0
+    assert summary["rollouts_doubled"] == 0
+
+
+@pytest.mark.slow
+def test_the_real_small_model(tmp_path, models_dir):
+    """SmolLM2-135M-Instruct: two steps, published, audited."""
+    args = command(
+        *("smollm2_cpu.yaml", tmp_path, models_dir, "name=smol", "steps=2", "audit_rollouts=12", "engines=1"),
+        "wandb=disabled",
+    )
+    done = finish(args)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "smol" / "summary.json").read_text())
+    assert (summary["steps"], summary["flushes_verified"]) == (2, 2)
+    assert summary["audit"]["violations"] == 0
+    assert summary["reward_first3"] > 0.05  # the real model, not noise
