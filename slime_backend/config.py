@@ -46,7 +46,7 @@ class RunConfig(BaseModel):
     engine_flags: list[str] = Field(default_factory=list, description="further flags of sglang.launch_server")
     engine_ready_s: float = Field(300, gt=0)
 
-    task: str = "character_kinds"
+    task: Literal["character_kinds", "bare_sums"] = "character_kinds"
     steps: int = Field(15, ge=1)
     groups_per_step: int = Field(8, ge=1)
     samples_per_group: int = Field(8, ge=2)

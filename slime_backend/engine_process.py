@@ -105,7 +105,11 @@ class EngineSettings:
             command += ["--mem-fraction-static", "0.2"]
             # Without it an idle scheduler spins on a core that the trainer or another engine needs.
             command.append("--sleep-on-idle")
-        if not self.radix_cache:
+        if self.radix_cache:
+            # Longest prefix first: of requests with one shared prompt, one computes it and the others wait for it. The
+            # default, fcfs, prefills as many as fit a chunk at once after a flush (seven of them in the demo).
+            command += ["--schedule-policy", "lpm"]
+        else:
             command.append("--disable-radix-cache")
         if not self.overlap_schedule:
             command.append("--disable-overlap-schedule")

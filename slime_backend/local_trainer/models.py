@@ -26,6 +26,11 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
+
+from slime_backend.runs import RunError
+
+transformers_logging.disable_progress_bar()  # it would tear the bars of a run
 
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END, PAD, SYSTEM, USER, ASSISTANT)
@@ -42,7 +47,7 @@ CHAT_TEMPLATE = (
 )
 
 
-class ModelError(RuntimeError):
+class ModelError(RunError):
     """A model can't be made or found; the message is one line that says what was seen and what to do."""
 
 

@@ -98,23 +98,35 @@ class CharacterKinds:
 
 
 class BareSums:
-    """Small sums, to be answered with the number alone: half the reward for the right number, half for brevity.
+    """Small sums, to be answered with the number alone.
 
-    For an instruction-tuned model (SmolLM2-135M), which answers with a sentence that is right now and then: both
-    halves vary inside a group from the first step on. Brevity counts only where the answer holds a number at all.
+    The reward is 0.2 for any number, 0.4 more if the last number is the right one, and up to 0.4 for brevity. Made for
+    SmolLM2-135M-Instruct, which at temperature 1 often rambles: each of the three parts varies inside a group from the
+    first step on, while a reward for the right answer alone would be 0 for most whole groups.
     """
 
     name = "bare_sums"
     stop_at_end = True
     length = 32  # tokens; a sentence with the sum fits, an explanation does not
-    generous = 32  # characters beyond the number after which brevity is worth nothing
+    generous = 120  # characters beyond the number after which brevity is worth nothing; 32 tokens are about that many
     system_prompt = (
-        "You are the cash desk of a village shop, and you answer the way a cash desk does: with a number on the "
-        "display and nothing else. The customer asks for a small sum. Work it out and show the result in plain "
-        "digits. Do not repeat the question, do not explain, do not greet, do not add a unit, a full stop or any "
-        "other word. If the customer asks what two and three make, the display shows 5. If the customer asks what "
-        "ten less four makes, the display shows 6. The customer pays only for a right number, and pays more for a "
-        "short answer than for a long one."
+        "You are a calculator. You answer every sum with one number. Write only the number, in digits, and nothing "
+        "else. Do not write a sentence. Do not repeat the sum. Do not explain how the number was found. Do not greet "
+        "and do not thank. Do not add a unit, a full stop or any other sign. There is always exactly one right "
+        "number, and it is never below zero.\n\n"
+        "Here are some examples of sums and of the right answers to them.\n"
+        "What is 2 + 3? 5\n"
+        "What is 10 - 4? 6\n"
+        "What is 8 + 8? 16\n"
+        "What is 12 - 9? 3\n"
+        "What is 1 + 1? 2\n"
+        "What is 15 - 8? 7\n"
+        "What is 9 + 4? 13\n"
+        "What is 6 - 5? 1\n\n"
+        "Your answers are checked by a machine that reads numbers only. An answer without any number is worth "
+        "nothing. An answer whose last number is the right one is worth most. Every character that is not needed "
+        "makes an answer worth a little less, so the best answer of all is the right number standing alone. A long "
+        "answer is cut off before its end, and then the number may be missing."
     )
 
     def questions(self, rng: random.Random) -> Iterator[Question]:
@@ -126,14 +138,14 @@ class BareSums:
                 yield Question(f"What is {a + b} - {a}?", str(b), self.length)
 
     def reward(self, question: Question, response: str) -> float:
-        """Judges the last number of the answer, so that repeating the question first is no mistake but long."""
+        """Judges the last number of the answer, so that repeating the sum first is no mistake, only long."""
         text = _SPECIAL_TOKEN.sub("", response).strip()
-        numbers = _NUMBER.findall(text)
-        if not numbers:
+        if not text:
             return 0.0
+        numbers = _NUMBER.findall(text)
         spare = max(0, len(text) - len(question.key))
-        brevity = max(0.0, 1.0 - spare / self.generous)
-        return 0.5 * (numbers[-1] == question.key) + 0.5 * brevity
+        right = bool(numbers) and numbers[-1] == question.key
+        return 0.2 * bool(numbers) + 0.4 * right + 0.4 * max(0.0, 1.0 - spare / self.generous)
 
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>]*\|>")

@@ -137,9 +137,9 @@ def test_steps_are_deterministic(tiny_directory: Path, groups: list[list[Sample]
 
 def test_a_step_raises_the_odds_of_the_better_answer(tiny: Any, groups: list[list[Sample]]) -> None:
     worse, better = groups[0][0], groups[0][1]
-    before = [float(lp.sum()) for lp in token_logprobs(tiny, [worse, better])]
+    before = [float(lp.detach().sum()) for lp in token_logprobs(tiny, [worse, better])]
     run_step(tiny, groups[:1], learning_rate=1e-3)
-    after = [float(lp.sum()) for lp in token_logprobs(tiny, [worse, better])]
+    after = [float(lp.detach().sum()) for lp in token_logprobs(tiny, [worse, better])]
     assert after[1] > before[1]
     assert after[1] - before[1] > after[0] - before[0]
 

@@ -46,12 +46,14 @@ def test_every_round_asks_for_every_kind() -> None:
     ("response", "expected"),
     [
         ("7", 1.0),
-        ("7<|im_end|>", 1.0),
-        ("8", 0.5),  # short, but wrong
-        ("seven", 0.0),
+        (" 7<|im_end|>", 1.0),
+        ("8", 0.6),  # short, but wrong
+        ("seven", 0.4 * (1 - 4 / 120)),
         ("", 0.0),
-        ("3 + 4 = 7", 0.5 + 0.5 * (1 - 8 / 32)),
-        ("The answer to your question is the number 7", 0.5),
+        ("<|im_end|>", 0.0),
+        ("3 + 4 = 7", 0.6 + 0.4 * (1 - 8 / 120)),
+        ("7 is 3 + 4", 0.2 + 0.4 * (1 - 9 / 120)),  # the last number counts
+        ("Let us see " * 12 + "7", 0.6),
     ],
 )
 def test_bare_sums_reward(response: str, expected: float) -> None:
