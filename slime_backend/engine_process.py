@@ -85,7 +85,6 @@ class EngineSettings:
             "--model-path": self.model,
             "--host": LOOPBACK,
             "--port": str(port),
-            "--nccl-port": str(nccl_port),
             "--device": self.device,
             "--dtype": self.dtype,
             "--weight-version": self.weight_version,
@@ -96,6 +95,10 @@ class EngineSettings:
             "--log-level": "info",
         }
         command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
+        if self.dp_size == 1:
+            # Two engines that start together would else look for a free port in the same range. With several
+            # data-parallel ranks SGLang must choose: it would give this one to each of them.
+            command += ["--nccl-port", str(nccl_port)]
         for name, value in flags.items():
             command += [name, value]
         if self.device == "cpu":
