@@ -27,4 +27,6 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
     "$env/bin/pip" install --quiet --no-deps --requirement "$lock"
     echo "$want" > "$stamp"
 fi
-"$env/bin/pip" install --quiet --no-deps --no-build-isolation --editable "$here"
+# setuptools warns that an editable install is an editable install.
+PYTHONWARNINGS=ignore "$env/bin/pip" install --quiet --no-deps --no-build-isolation --editable "$here" 2>&1 |
+    { grep -v -e Warning -e "^ *[*!]" -e "^ *$" -e "Please be careful" -e "name as your package" -e "with strategy" -e "_finalize_license" || true; }

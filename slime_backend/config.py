@@ -38,7 +38,11 @@ class RunConfig(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     engine_threads: int = Field(1, ge=1)
     max_total_tokens: int = Field(65536, ge=1024, description="KV slots per engine")
-    chunked_prefill_size: int = Field(8192, ge=64)
+    chunked_prefill_size: int = Field(
+        2048,
+        ge=64,
+        description="tokens per prefill step; the requests that fit one step after a flush each compute the shared prompt",
+    )
     page_size: int = Field(1, ge=1)
     disable_radix_cache: bool | None = Field(None, description="override; refused where it would be unsafe")
     skip_tokenizer: bool = True
@@ -47,12 +51,12 @@ class RunConfig(BaseModel):
     engine_ready_s: float = Field(300, gt=0)
 
     task: Literal["character_kinds", "bare_sums"] = "character_kinds"
-    steps: int = Field(15, ge=1)
-    groups_per_step: int = Field(8, ge=1)
+    steps: int = Field(16, ge=1)
+    groups_per_step: int = Field(9, ge=1)
     samples_per_group: int = Field(8, ge=2)
-    groups_ahead: int = Field(8, ge=0, description="groups that may be generated beyond the batch being trained")
+    groups_ahead: int = Field(9, ge=0, description="groups that may be generated beyond the batch being trained")
     temperature: float = Field(1.0, gt=0)
-    learning_rate: float = Field(4e-3, gt=0)
+    learning_rate: float = Field(1e-2, gt=0)
     ratio_bound: float = Field(2.0, ge=1)
     trainer_threads: int = Field(1, ge=1)
 
@@ -85,6 +89,11 @@ class RunConfig(BaseModel):
     @property
     def policy(self) -> Policy:
         return decide(self.layout, self.disjoint_prefix_sharing)
+
+    @property
+    def engine_hooks(self) -> tuple[str, ...]:
+        """`hooks` and what the policy needs besides."""
+        return tuple(dict.fromkeys([*self.hooks, *self.policy.needed_hooks]))
 
     @property
     def radix_cache(self) -> bool:

@@ -70,7 +70,7 @@ class EngineSettings:
     radix_cache: bool = True
     weight_version: str = "v0"
     max_total_tokens: int = 65536  # KV slots; bounds the memory of an engine that would else take a share of all RAM
-    chunked_prefill_size: int = 8192
+    chunked_prefill_size: int = 2048
     page_size: int = 1
     dp_size: int = 1
     hooks: Sequence[str] = DEFAULT_HOOKS
@@ -108,11 +108,7 @@ class EngineSettings:
             command += ["--mem-fraction-static", "0.2"]
             # Without it an idle scheduler spins on a core that the trainer or another engine needs.
             command.append("--sleep-on-idle")
-        if self.radix_cache:
-            # Longest prefix first: of requests with one shared prompt, one computes it and the others wait for it. The
-            # default, fcfs, prefills as many as fit a chunk at once after a flush (seven of them in the demo).
-            command += ["--schedule-policy", "lpm"]
-        else:
+        if not self.radix_cache:
             command.append("--disable-radix-cache")
         if not self.overlap_schedule:
             command.append("--disable-overlap-schedule")

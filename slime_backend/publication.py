@@ -5,8 +5,8 @@
     transport.prepare   bytes made ready while the engines still generate
     pause               every engine at once
     flush + verify      after a retracting pause: each engine, each data-parallel rank, by its scheduler's own counts
-    load                the transport moves the bytes; no label yet
-    label + confirm     once every surviving engine has loaded: name the version, read it back
+    load                the transport moves the bytes; no label yet. Scoped entries are swept as the load begins
+    label + confirm     once every surviving engine has loaded: name the version, read it and the sweep's evidence back
     resume              always, in `finally`, also after an unknown outcome
 
 Anything but a positive confirmation counts as a refusal. An engine that isn't confirmed at the new version is retired
@@ -66,6 +66,8 @@ class EngineOutcome:
     requests_retracted: int = 0
     tokens_to_prefill_again: int = 0
     flush_verified: bool = False
+    sweep_verified: bool = False
+    tokens_swept: int = 0  # cache entries of older weights that the sweep evicted
     confirmed: bool = False
     failed_step: str = ""
     reason: str = ""
@@ -178,6 +180,25 @@ def why_not_flushed(before: Sequence[SchedulerReport], after: Sequence[Scheduler
     return reasons
 
 
+def why_not_swept(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport], policy: Policy) -> list[str]:
+    """Every reason why the reports, the later ones of a loaded and still paused engine, don't prove that each rank
+    scopes its cache entries, has begun a new epoch since `before`, and keeps nothing unlocked of an older one.
+
+    Nothing is admitted during the pause, so whatever is unlocked then is of an older epoch.
+    """
+    reasons = why_not_paused(before, after, policy)
+    for rank, (old, new) in enumerate(zip(before, after, strict=False)):
+        reasons += [f"rank {rank}'s hook {hook}: {why}" for hook, why in new.missing_hooks(policy.needed_hooks).items()]
+        if new.epoch <= old.epoch:
+            reasons.append(f"rank {rank} reports no weight change (epoch {new.epoch})")
+        if new.kv.swept_epoch != new.epoch:
+            reasons.append(f"rank {rank} is in epoch {new.epoch} and last swept for epoch {new.kv.swept_epoch}")
+        left = {n: getattr(new.kv, n) for n in ("tree_full_evictable", "tree_swa_evictable") if getattr(new.kv, n)}
+        if left:
+            reasons.append(f"rank {rank} kept entries: {', '.join(f'{n}={v}' for n, v in left.items())}")
+    return reasons
+
+
 def _why_not_same(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport]) -> list[str]:
     if len(before) != len(after):
         return [f"{len(after)} ranks report, {len(before)} did before"]
@@ -260,14 +281,22 @@ async def _transact(
         if found != version:
             raise NotConfirmed(target.member.name, f"its label reads {found!r}, not {version!r}")
         after = await target.client.reports()
-        reasons = _why_not_same(target.before, after)
-        reasons += [
-            f"rank {rank} reports no weight change (epoch {new.epoch})"
-            for rank, (old, new) in enumerate(zip(target.before, after, strict=False))
-            if "kv_spans" in new.hooks and new.epoch <= old.epoch
-        ]
+        if policy.after_pause == "sweep":
+            reasons = why_not_swept(target.before, after, policy)
+        else:
+            reasons = _why_not_same(target.before, after)
+            reasons += [
+                f"rank {rank} reports no weight change (epoch {new.epoch})"
+                for rank, (old, new) in enumerate(zip(target.before, after, strict=False))
+                if "kv_spans" in new.hooks and new.epoch <= old.epoch
+            ]
         if reasons:
             raise NotConfirmed(target.member.name, "; ".join(reasons))
+        if policy.after_pause == "sweep":
+            target.outcome.sweep_verified = True
+            target.outcome.tokens_swept = sum(r.kv.swept_tokens for r in after) - sum(
+                r.kv.swept_tokens for r in target.before
+            )
 
     verified = await pause_generation_for_update(targets, policy)
     report.state = "verified"

@@ -57,6 +57,8 @@ class KvEvidence:
     in_flight_at_pause: int  # requests that the scheduler knew when the last pause arrived
     retracted_at_pause: int  # of these, requests whose KV the pause took away
     tokens_at_pause: int  # KV tokens that the retracted requests held, so must prefill again
+    swept_epoch: int | None  # the epoch that began with the last sweep; None without a sweep, or the hook `scope`
+    swept_tokens: int  # entries of older epochs evicted since start, at sweeps and when their last request ended
     tree_full_evictable: int
     tree_full_protected: int
     tree_swa_evictable: int

@@ -9,6 +9,7 @@ the one to refuse.
     cpu_attention  cpu_attention.py   attention on a CPU: right for sliding windows, fast for prefix hits and batches
     kv_evidence    kv_evidence.py     /server_info: what each scheduler counted itself
     kv_spans       kv_spans.py        meta_info: which weights sampled each token, and which computed its context
+    scope          scope.py           radix-cache keys: the weight epoch; sweeps older entries at a publication
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ HOOK_MODULES: dict[str, str] = {
     "cpu_attention": "slime_backend.engine_plugin.cpu_attention",
     "kv_evidence": "slime_backend.engine_plugin.kv_evidence",
     "kv_spans": "slime_backend.engine_plugin.kv_spans",
+    "scope": "slime_backend.engine_plugin.scope",
 }
 
 log = logging.getLogger(__name__)

@@ -42,6 +42,8 @@ class Counters:
     in_flight_at_pause: int = 0
     retracted_at_pause: int = 0
     tokens_at_pause: int = 0
+    swept_epoch: int | None = None  # written by the hook scope
+    swept_tokens: int = 0
 
 
 _counters = Counters()
@@ -99,6 +101,8 @@ def evidence(scheduler: Any) -> wire.KvEvidence:
         in_flight_at_pause=own.in_flight_at_pause,
         retracted_at_pause=own.retracted_at_pause,
         tokens_at_pause=own.tokens_at_pause,
+        swept_epoch=own.swept_epoch,
+        swept_tokens=own.swept_tokens,
         tree_full_evictable=int(tree.full_evictable_size() if hybrid else tree.evictable_size()),
         tree_full_protected=int(tree.full_protected_size() if hybrid else tree.protected_size()),
         tree_swa_evictable=int(tree.swa_evictable_size()) if hybrid else 0,

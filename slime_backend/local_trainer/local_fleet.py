@@ -31,7 +31,7 @@ def make_engines(config: RunConfig, model: Path, version: str, log_dir: Path) ->
                 max_total_tokens=config.max_total_tokens,
                 chunked_prefill_size=config.chunked_prefill_size,
                 page_size=config.page_size,
-                hooks=config.hooks,
+                hooks=config.engine_hooks,
                 threads=config.engine_threads,
                 skip_tokenizer=config.skip_tokenizer,
                 extra=config.engine_flags,

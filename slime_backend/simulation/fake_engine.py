@@ -2,7 +2,7 @@
 
 The states that matter are modelled: a pause is taken by each rank, a flush is refused while a request holds KV,
 updates over a group need an open session, a label may change alone, a retracted request prefills again, a request in
-flight stands still while paused. Weights are just the name that was loaded last.
+flight stands still while paused, cache entries are scoped by epoch and swept where the hook `scope` is active. Weights are just the name that was loaded last.
 
     async with FakeEngine(latency_s=0.02) as engine:
         engine.faults["/flush_cache"] = ["refuse", "refuse"]      # the next two calls
@@ -46,6 +46,7 @@ class FakeRequest:
     segments: list[dict[str, Any]] = field(default_factory=list)
     prefills: list[dict[str, Any]] = field(default_factory=list)
     holds_kv: bool = False
+    epoch: int = 0  # of its admission to prefill
     aborted: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -69,7 +70,11 @@ class FakeRank:
     tokens_at_pause: int = 0
     epoch: int = 0
     order: int = 0
-    tree_tokens: int = 0  # radix cache entries nobody uses
+    # Radix cache entries nobody uses, in tokens, by the epoch in their key; by 0 in an engine that doesn't scope.
+    tree: dict[int, int] = field(default_factory=dict)
+    swept_epoch: int | None = None
+    swept_tokens: int = 0
+    skip_sweep: bool = False  # an epoch ends and the older entries stay
     requests: list[FakeRequest] = field(default_factory=list)
     refuse_flush: bool = False  # this rank alone refuses: its answer is lost behind rank 0's (DP > 1)
 
@@ -205,7 +210,7 @@ class FakeEngine:
                 rank.tokens_at_pause = sum(r.kv_tokens for r in held)
                 for r in held:
                     r.holds_kv = False
-                    rank.tree_tokens += r.prompt if self.radix_cache else 0
+                    self._store(rank, r)
             elif mode == "abort":
                 self._abort(rank)
         return web.json_response({"message": "Generation paused successfully."})
@@ -226,7 +231,7 @@ class FakeEngine:
                 accepted.append(False)
             else:
                 rank.flush_epoch += 1
-                rank.tree_tokens = 0
+                rank.tree.clear()
                 accepted.append(True)
         # SGLang answers with rank 0's result alone.
         return web.Response(text="Cache flushed.\n", status=200 if accepted[0] else 400)
@@ -250,8 +255,7 @@ class FakeEngine:
     async def on_update_weight_version(self, body: dict[str, Any]) -> web.Response:
         self.label = body["new_version"]
         for rank in self.ranks:
-            rank.epoch += 1
-            rank.order = 0
+            self._new_epoch(rank)
         return web.json_response({"success": True, "new_version": self.label})
 
     async def on_abort_request(self, body: dict[str, Any]) -> web.Response:
@@ -288,8 +292,28 @@ class FakeEngine:
     def _new_weights(self, name: str) -> None:
         self.loaded = name
         for rank in self.ranks:
-            rank.epoch += 1
-            rank.order = 0
+            self._new_epoch(rank)
+
+    @property
+    def scoped(self) -> bool:
+        return self.hooks.get("scope") == ACTIVE
+
+    def _new_epoch(self, rank: FakeRank) -> None:
+        rank.epoch += 1
+        rank.order = 0
+        if self.scoped and not rank.skip_sweep:
+            rank.swept_epoch = rank.epoch
+            rank.swept_tokens += sum(rank.tree.values())
+            rank.tree.clear()
+
+    def _scope(self, rank: FakeRank) -> int:
+        return rank.epoch if self.scoped else 0
+
+    def _store(self, rank: FakeRank, request: FakeRequest) -> None:
+        """A request's prompt goes into the tree, unless it is of an older epoch."""
+        if self.radix_cache and (not self.scoped or request.epoch == rank.epoch):
+            scope = self._scope(rank)
+            rank.tree[scope] = max(rank.tree.get(scope, 0), request.prompt)
 
     def _abort(self, rank: FakeRank) -> None:
         for request in rank.requests:
@@ -308,7 +332,8 @@ class FakeEngine:
         for request in list(rank.requests):
             if not request.holds_kv:
                 length = request.prompt + len(request.sampled)
-                cached = min(rank.tree_tokens, length - 1) if self.radix_cache else 0
+                cached = min(rank.tree.get(self._scope(rank), 0), length - 1) if self.radix_cache else 0
+                request.epoch = rank.epoch
                 request.prefills.append(
                     {"epoch": rank.epoch, "order": rank.order, "version": self.label, "cached": cached, "total": length}
                 )
@@ -327,7 +352,7 @@ class FakeEngine:
             if len(request.sampled) >= request.wanted:
                 request.holds_kv = False
                 rank.requests.remove(request)
-                rank.tree_tokens = max(rank.tree_tokens, request.prompt) if self.radix_cache else 0
+                self._store(rank, request)
                 request.done.set()
 
     def _report(self, rank: FakeRank) -> dict[str, Any]:
@@ -347,11 +372,13 @@ class FakeEngine:
                 "in_flight_at_pause": rank.in_flight_at_pause,
                 "retracted_at_pause": rank.retracted_at_pause,
                 "tokens_at_pause": rank.tokens_at_pause,
-                "tree_full_evictable": rank.tree_tokens,
+                "swept_epoch": rank.swept_epoch,
+                "swept_tokens": rank.swept_tokens,
+                "tree_full_evictable": sum(rank.tree.values()),
                 "tree_full_protected": 0,
                 "tree_swa_evictable": 0,
                 "tree_swa_protected": 0,
-                "full_free": CAPACITY - used - rank.tree_tokens,
+                "full_free": CAPACITY - used - sum(rank.tree.values()),
                 "full_capacity": CAPACITY,
                 "swa_free": 0,
                 "swa_capacity": 0,

@@ -95,6 +95,13 @@ class Api:
         self.label(version)
         self.resume()
 
+    def publish_without_flush(self, path: str, version: str) -> None:
+        """Retract, and trust something else than a flush to keep the old entries away."""
+        self.pause("retract")
+        self.load(path)
+        self.label(version)
+        self.resume()
+
     def until(self, holds: Callable[[SchedulerReport], bool], what: str, seconds: float = 30.0) -> SchedulerReport:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
