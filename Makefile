@@ -1,15 +1,17 @@
 # The two commands of the README: make demo, make test.
 VENV ?= .venv
+VENV_COMPAT ?= .venv-compat
 PYTHON ?= python3
 BIN := $(VENV)/bin
 CONFIG ?= configs/cpu_tiny.yaml
 ARGS ?=
 
-.PHONY: help env demo test lint types check clean
+.PHONY: help env demo test test-compat lint types check clean
 
 help:
 	@echo "make demo    train with two live engines on this CPU (CONFIG=configs/..., ARGS='--set steps=20')"
 	@echo "make test    run the tests (ARGS='-m \"not engine\"' leaves out those that start an engine)"
+	@echo "make test-compat    run the engine tests that apply to SGLang 0.5.15.post1, in $(VENV_COMPAT) (11 GB more)"
 	@echo "make check   lint, types and tests, as CI does"
 
 env:
@@ -21,6 +23,11 @@ demo: env
 test: env
 	@$(BIN)/python -m pytest $(ARGS)
 
+# The older SGLang wants another torch, so it has an environment of its own.
+test-compat:
+	@PYTHON=$(PYTHON) bash scripts/make_env.sh $(VENV_COMPAT) requirements/compat.lock
+	@$(VENV_COMPAT)/bin/python -m pytest tests/compat $(ARGS)
+
 lint: env
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -30,4 +37,4 @@ types: env
 check: lint types test
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf .venv .venv-compat .mypy_cache .ruff_cache .pytest_cache build *.egg-info

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Make or reuse the virtual environment DIR with the locked versions, and install this checkout into it (editable).
-#   scripts/make_env.sh DIR
+#   scripts/make_env.sh DIR [LOCK]      LOCK defaults to requirements/cpu.lock
 # The lock's hash is written last, so an install that was interrupted is done again.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
-env=${1:?usage: make_env.sh DIR}
+env=${1:?usage: make_env.sh DIR [LOCK]}
 python=${PYTHON:-python3}
-lock=$here/requirements/cpu.lock
+lock=${2:-$here/requirements/cpu.lock}
 stamp=$env/.reef-slime-lock
 want=$(sha256sum "$lock" | cut -c1-16)
 

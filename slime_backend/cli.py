@@ -1,7 +1,8 @@
-"""`reef-slime`: train, up, audit.
+"""`reef-slime`: train, up, audit, publish, doctor.
 
 Exit codes: 0 done, 1 something failed (or an audit found a violation), 2 the command or its configuration is wrong,
-130 interrupted. Every failure is one line on standard error. Heavy imports happen inside the commands.
+130 interrupted. Every failure is one line on standard error. Heavy imports happen inside the commands,
+after what can be checked without them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,6 +22,8 @@ import typer
 
 from slime_backend import __version__
 from slime_backend.config import ConfigError, RunConfig, load_config
+from slime_backend.kv_holders import NAMES as HOLDER_NAMES
+from slime_backend.policy import decide
 
 app = typer.Typer(
     name="reef-slime",
@@ -62,11 +66,11 @@ def train(
     resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="go on with this run")] = None,
 ) -> None:
     """Asynchronous GRPO on this machine: a local trainer, live engines, a publication at every step, an audit."""
+    settings = _load(config, overrides)
     from slime_backend.local_trainer.console import console_reporter, print_summary
     from slime_backend.local_trainer.loop import choose_run_dir
     from slime_backend.local_trainer.loop import train as run
 
-    settings = _load(config, overrides)
     run_dir = choose_run_dir(settings, resume)
     with console_reporter() as reporter:
         reporter.say(f"run directory: {run_dir}")
@@ -75,17 +79,18 @@ def train(
     audit = summary["audit"]
     if audit and audit["violations"]:
         _fail(
-            f"the audit found {audit['violations']} violations in {audit['rollouts']} rollouts; see {run_dir}/audit.json"
+            f"the audit found {audit['violations']} violations in {audit['rollouts']} rollouts; {run_dir}/audit.json "
+            "names them"
         )
 
 
 @app.command()
 def up(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Start the engines of a config and keep them running until interrupted."""
+    settings = _load(config, overrides)
     from slime_backend.local_trainer.local_fleet import serve_engines
     from slime_backend.local_trainer.loop import base_model
 
-    settings = _load(config, overrides)
 
     def ready(urls: list[str]) -> None:
         if as_json:
@@ -106,12 +111,12 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Recompute rollouts' log-probs under the versions that they claim, and name each violation."""
+    if not run_dir.is_dir():
+        _fail(f"no run directory {run_dir}", code=2)
     from slime_backend.local_trainer.console import console_reporter
     from slime_backend.local_trainer.models import load_model
     from slime_backend.provenance.audit import audit_run
 
-    if not run_dir.is_dir():
-        _fail(f"no run directory {run_dir}", code=2)
     with console_reporter(quiet=as_json) as reporter:
         result = audit_run(
             run_dir,
@@ -132,6 +137,78 @@ def audit(
         )
     if not result.passed:
         raise typer.Exit(1)
+
+
+Engines = Annotated[list[str], typer.Option("--engine", metavar="URL", help="an engine's base URL; repeat for more")]
+Sharing = Annotated[str, typer.Option("--disjoint-prefix-sharing", metavar="MODE", help="off, retract or scoped")]
+Layout = Annotated[str, typer.Option("--layout", help="disjoint or colocated")]
+Allow = Annotated[list[str] | None, typer.Option("--allow-kv-holder", metavar="NAME", help="see docs/kv-holders.md")]
+
+
+@app.command()
+def publish(
+    checkpoint: Annotated[Path, typer.Option(help="a Hugging Face checkpoint that the engines can read")],
+    version: Annotated[str, typer.Option(help="the name of the new weights")],
+    engine: Engines,
+    sharing: Sharing = "retract",
+    layout: Layout = "disjoint",
+    allow: Allow = None,
+    as_json: AsJson = False,
+) -> None:
+    """One verified publication to running engines. Exit code 1 if any engine isn't confirmed at the new version."""
+    from slime_backend.cli_engines import print_report, publish_checkpoint
+
+    policy = decide(layout, sharing)  # type: ignore[arg-type]
+    report = _run_async(publish_checkpoint(policy, engine, checkpoint, version, _holders(allow)))
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        print_report(report)
+    if report.unconfirmed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    engine: Engines,
+    sharing: Sharing = "retract",
+    layout: Layout = "disjoint",
+    allow: Allow = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try pause, flush, scope and label on running SGLang servers; exit code 1 if the policy isn't safe on one."""
+    from slime_backend.cli_engines import examine, print_diagnosis
+
+    policy = decide(layout, sharing)  # type: ignore[arg-type]
+    diagnoses = _run_async(examine(engine, _holders(allow)))
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "policy": str(policy),
+                    "engines": [
+                        {
+                            "engine": d.engine,
+                            "unsafe": d.unsafe_for(policy),
+                            "findings": [asdict(f) for f in d.findings],
+                        }
+                        for d in diagnoses
+                    ],
+                }
+            )
+        )
+    else:
+        for diagnosis in diagnoses:
+            print_diagnosis(diagnosis, policy)
+    if any(d.unsafe_for(policy) for d in diagnoses):
+        raise typer.Exit(1)
+
+
+def _holders(names: list[str] | None) -> frozenset[str]:
+    unknown = sorted(set(names or ()) - set(HOLDER_NAMES))
+    if unknown:
+        raise ConfigError(f"--allow-kv-holder {', '.join(unknown)} is unknown; there are {', '.join(HOLDER_NAMES)}")
+    return frozenset(names or ())
 
 
 def _load(path: Path, overrides: list[str] | None) -> RunConfig:

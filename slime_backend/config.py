@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.policy import Layout, Policy, PolicyError, PrefixSharing, decide
 
 
@@ -41,12 +42,12 @@ class RunConfig(BaseModel):
     chunked_prefill_size: int = Field(
         2048,
         ge=64,
-        description="tokens per prefill step; the requests that fit one step after a flush each compute the shared prompt",
+        description="tokens per prefill step; requests that fit one step after a flush each compute the shared prompt",
     )
     page_size: int = Field(1, ge=1)
     disable_radix_cache: bool | None = Field(None, description="override; refused where it would be unsafe")
     skip_tokenizer: bool = True
-    hooks: list[str] = Field(default_factory=lambda: ["cpu_attention", "kv_evidence", "kv_spans"])
+    hooks: list[str] = Field(default_factory=lambda: list(RUN_HOOKS))
     engine_flags: list[str] = Field(default_factory=list, description="further flags of sglang.launch_server")
     engine_ready_s: float = Field(300, gt=0)
 

@@ -1,6 +1,7 @@
 """One SGLang engine over HTTP: every call has a deadline, every failure is one of four typed errors.
 
-Endpoints as SGLang 0.5.23 serves them (srt/entrypoints/http_server.py). aiohttp rather than httpx: a publication to
+Endpoints as SGLang 0.5.23 serves them (srt/entrypoints/http_server.py); where an older one lacks a name, its answer 404
+is what tells. aiohttp rather than httpx: a publication to
 256 engines is 768 short calls, and aiohttp's C parser makes them in a third of the time.
 """
 
@@ -127,15 +128,24 @@ class EngineClient:
     # ---- what the engine is -------------------------------------------------------------------------------------
 
     async def server_info(self) -> dict[str, Any]:
-        info = await self.call("GET", "/server_info")
+        info = await self._get_either("/server_info", "/get_server_info")
         if not isinstance(info, dict):
             raise EngineProtocolError(self.name, "GET /server_info", "not a JSON object; is this an SGLang server?")
         return info
 
     async def weight_version(self) -> str | None:
         """The label of the weights now. /server_info's own `weight_version` is the one from the start (0.5.23)."""
-        info = await self.call("GET", "/model_info")
+        info = await self._get_either("/model_info", "/get_model_info")
         return info.get("weight_version") if isinstance(info, dict) else None
+
+    async def _get_either(self, path: str, older: str) -> Any:
+        """GET `path`, or the name that it had before (both are served for a while, then only the new one)."""
+        try:
+            return await self.call("GET", path)
+        except EngineRefused as error:
+            if not _is_absent(error):
+                raise
+        return await self.call("GET", older)
 
     async def healthy(self, deadline: float = 2.0) -> bool:
         try:
@@ -180,6 +190,10 @@ class EngineClient:
     async def abort_all(self) -> None:
         await self.call("POST", "/abort_request", body={"abort_all": True})
 
+    async def abort(self, rid: str) -> None:
+        """End one request, known by the `rid` that it was sent with."""
+        await self.call("POST", "/abort_request", body={"rid": rid})
+
     async def load_from_disk(self, path: str) -> None:
         """Load the Hugging Face checkpoint in `path`, visible to the engine; no flush, no label."""
         await self.call(
@@ -197,7 +211,7 @@ class EngineClient:
         try:
             await self.call("POST", "/begin_weight_update", body={"selector": "all"})
         except EngineRefused as error:
-            if "HTTP 404" in error.seen:
+            if _is_absent(error):
                 return False
             raise
         return True
@@ -250,6 +264,11 @@ class EngineClient:
         if not isinstance(answer, dict) or "meta_info" not in answer:
             raise EngineProtocolError(self.name, "POST /generate", f"no meta_info in {_one_line(str(answer))}")
         return answer
+
+
+def _is_absent(error: EngineRefused) -> bool:
+    """Whether the engine has no such endpoint."""
+    return error.seen.startswith("HTTP 404")
 
 
 async def gather_all(coroutines: Sequence[Any]) -> list[Any]:

@@ -29,6 +29,8 @@ from slime_backend.wire import HOOKS_VARIABLE
 LOOPBACK = "127.0.0.1"
 STOP_S = 15.0  # a killed engine may take a while to give its memory back
 DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
+# What a run asks for: also what older SGLang lacks, which reports "not needed" elsewhere.
+RUN_HOOKS = (*DEFAULT_HOOKS, "retract_flush", "sampled_spans")
 
 
 class EngineStartError(RuntimeError):

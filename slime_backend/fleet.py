@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slime_backend.engine_client import EngineClient
+from slime_backend.kv_holders import unhandled
 from slime_backend.policy import Policy, check_radix_setting
 from slime_backend.wire import SchedulerReport
 
@@ -51,6 +52,7 @@ class Fleet:
 
     policy: Policy
     version: str
+    allow: frozenset[str] = frozenset()  # names of kv_holders that the user answers for
     members: dict[str, Member] = field(default_factory=dict)
     # Two publications at once would interleave their pauses and loads.
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -119,7 +121,13 @@ class Fleet:
         event.set()
 
 
-def check_fit(name: str, info: Mapping[str, Any], reports: list[SchedulerReport], policy: Policy) -> None:
+def check_fit(
+    name: str,
+    info: Mapping[str, Any],
+    reports: list[SchedulerReport],
+    policy: Policy,
+    allow: frozenset[str] = frozenset(),
+) -> None:
     """Raise EngineUnfit where a live engine's own report contradicts the policy.
 
     slime applies per-group overrides last, so what an engine was asked to be proves nothing.
@@ -129,6 +137,10 @@ def check_fit(name: str, info: Mapping[str, Any], reports: list[SchedulerReport]
         check_radix_setting(policy, radix_on, f"engine {name}'s own report (disable_radix_cache=false)")
     except ValueError as error:
         raise EngineUnfit(str(error)) from error
+    for holder in unhandled(info, allow):
+        raise EngineUnfit(
+            f"engine {name}: {holder.name}: {holder.why}; {holder.way_out}, or allow it by name and let the audit check"
+        )
     for rank, report in enumerate(reports):
         missing = report.missing_hooks(policy.needed_hooks)
         if missing:
@@ -147,7 +159,7 @@ async def admit(fleet: Fleet, client: EngineClient) -> Member:
     """
     info = await client.server_info()
     reports = await client.reports(info)
-    check_fit(client.name, info, reports, fleet.policy)
+    check_fit(client.name, info, reports, fleet.policy, fleet.allow)
     member = Member(client)
     fleet.add(member)
     # A paused engine is in somebody's publication: its label says nothing yet.

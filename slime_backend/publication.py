@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from slime_backend.engine_client import EngineClient, EngineError, EngineRefused
+from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.fleet import Fleet, Member
 from slime_backend.policy import Policy
 from slime_backend.transports import Transport, TransportError
@@ -319,9 +319,7 @@ async def _resume_all(targets: Sequence[_Target], confirmed: Sequence[_Target], 
             try:
                 await target.client.resume()
                 break
-            except EngineRefused:
-                raise
-            except EngineError:  # unknown outcome: a second resume is harmless
+            except EngineError:  # refused or unknown: a second resume is harmless, a paused engine isn't
                 if attempt == RESUME_TRIES - 1:
                     raise
         target.outcome.paused_ms = _ms(started)

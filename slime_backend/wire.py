@@ -22,6 +22,7 @@ SAMPLED_SPANS_KEY = "weight_versions"
 HOOKS_VARIABLE = "REEF_SLIME_HOOKS"  # comma-separated hook names; a process without it is left untouched
 
 ACTIVE = "active"
+NOT_NEEDED = "not needed"  # this SGLang already does what the hook would add; as good as active
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class SchedulerReport:
     """One scheduler process (one data-parallel rank) as it describes itself."""
 
     instance_id: str  # new at every process start, so a restart between two reads shows
-    hooks: dict[str, str]  # hook name -> "active", or why it is not
+    hooks: dict[str, str]  # hook name -> "active", "not needed", or why it is neither
     epoch: int  # weight mutations since start
     kv: KvEvidence
 
@@ -125,10 +126,9 @@ class SchedulerReport:
         return asdict(self)
 
     def missing_hooks(self, needed: Sequence[str]) -> dict[str, str]:
-        """Needed hook -> why it is not active."""
-        return {
-            name: self.hooks.get(name, "not loaded") for name in needed if self.hooks.get(name, "not loaded") != ACTIVE
-        }
+        """Needed hook -> why it is not active, unless this SGLang does without it."""
+        found = {name: self.hooks.get(name, "not loaded") for name in needed}
+        return {name: status for name, status in found.items() if status not in (ACTIVE, NOT_NEEDED)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,4 +91,3 @@ def test_a_checkpoint_with_other_shapes_is_one_line(tmp_path, tiny_model):
     assert done.returncode == 1, done.stderr
     assert "does not load" in done.stderr
     assert "Traceback" not in done.stderr
-

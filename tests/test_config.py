@@ -62,6 +62,12 @@ def test_a_missing_file_lists_what_there_is(tmp_path, monkeypatch):
         load_config(Path("nowhere.yaml"))
 
 
+def test_the_policy_adds_the_hooks_that_it_needs(tmp_path):
+    scoped = load(tmp_path, "hooks: [kv_evidence, kv_spans]", "disjoint_prefix_sharing=scoped")
+    assert scoped.engine_hooks == ("kv_evidence", "kv_spans", "scope")
+    assert load(tmp_path).engine_hooks == tuple(load(tmp_path).hooks)
+
+
 def test_an_override_may_turn_the_cache_off_but_not_on(tmp_path):
     assert load(tmp_path, "disjoint_prefix_sharing: retract").radix_cache
     assert not load(tmp_path, "disjoint_prefix_sharing: retract\ndisable_radix_cache: true").radix_cache

@@ -6,6 +6,7 @@ That a real engine's KV is really gone after a verified flush is tested in tests
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -14,7 +15,7 @@ from slime_backend.dispatch import generate
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import decide
-from slime_backend.publication import PublicationError, publish, why_not_flushed
+from slime_backend.publication import PublicationError, publish, why_not_flushed, why_not_swept
 from slime_backend.simulation.fake_engine import FakeEngine
 
 FAST = Deadlines(pause=0.5, flush=0.5, load=0.5, control=0.5, generate=20.0)
@@ -134,7 +135,7 @@ FAULTS = [
     ("/update_weight_version", ["refuse"], "label"),
     ("/update_weight_version", ["lie"], "label"),
     ("/update_weight_version", ["drop_after"], "label"),
-    ("/continue_generation", ["refuse"], "resume"),
+    ("/continue_generation", ["refuse"] * 3, "resume"),
     ("/continue_generation", ["die"], "resume"),
 ]
 FAULTS.remove(("/update_weights_from_disk", ["lie"], "label"))  # only an audit can tell: see docs/publication.md
@@ -170,6 +171,7 @@ def test_one_engine_fails_and_is_retired_the_other_goes_on(run_async, path, faul
         ("/flush_cache", ["refuse", "refuse"]),  # an overlapped batch drains: refused, then accepted
         ("/flush_cache", ["drop_after"]),  # took effect, the answer was lost: the evidence decides
         ("/flush_cache", ["hang_after"]),
+        ("/continue_generation", ["refuse"]),
         ("/continue_generation", ["drop_after"]),
         ("/continue_generation", ["drop_before"]),
     ],
@@ -258,7 +260,7 @@ def test_two_publishers_take_turns(run_async):
 
 def test_off_mode_pauses_in_place_and_keeps_what_is_in_flight(run_async):
     async def scenario():
-        async with fake_fleet(sharing="off") as (fleet, engines):
+        async with fake_fleet(sharing="off") as (fleet, _):
             tasks = await in_flight(fleet)
             report = await publish(fleet, NameTransport(), "v1")
             return report, await asyncio.gather(*tasks)
@@ -269,6 +271,96 @@ def test_off_mode_pauses_in_place_and_keeps_what_is_in_flight(run_async):
     for answer in answers:
         last = answer.body["meta_info"]["kv_provenance"][-1]
         assert [span["version"] for span in last["context"]] == ["v0", "v1"]
+
+
+def test_scoped_mode_keeps_what_is_in_flight_and_sweeps_what_is_not(run_async):
+    async def scenario():
+        async with fake_fleet(sharing="scoped") as (fleet, engines):
+            await asyncio.gather(*(generate(fleet, request(2, prompt=80)) for _ in range(4)))
+            tasks = await in_flight(fleet)
+            report = await publish(fleet, NameTransport(), "v1")
+            trees = [dict(rank.tree) for engine in engines for rank in engine.ranks]
+            answers = await asyncio.gather(*tasks)
+            after = await asyncio.gather(*(generate(fleet, request(2)) for _ in range(2)))
+            # Of the six that crossed nothing was stored: the trees hold the two later prompts alone.
+            kept = [dict(rank.tree) for engine in engines for rank in engine.ranks]
+            again = await asyncio.gather(*(generate(fleet, request(2)) for _ in range(2)))
+            return report, trees, answers, after, kept, again
+
+    report, trees, answers, after, kept, again = run_async(scenario())
+    assert not report.unconfirmed
+    assert [(e.sweep_verified, e.flush_verified, e.tokens_swept) for e in report.engines] == [(True, False, 80)] * 2
+    assert sum(e.in_flight for e in report.engines) == 6
+    assert sum(e.requests_retracted + e.tokens_to_prefill_again for e in report.engines) == 0
+    assert trees == [{}, {}]
+    for answer in answers:
+        meta = answer.body["meta_info"]
+        assert len(meta["prefills"]) == 1
+        assert [span["version"] for span in meta["kv_provenance"][-1]["context"]] == ["v0", "v1"]
+    assert [a.body["meta_info"]["cached_tokens"] for a in after] == [0, 0]
+    assert kept == [{2: 50}, {2: 50}]
+    assert [a.body["meta_info"]["cached_tokens"] for a in again] == [49, 49]
+
+
+def _stays_in_the_old_epoch(engine):
+    """Loads and labels, and its cache still answers under the old key."""
+    for rank in engine.ranks:
+        rank.skip_sweep = True
+
+
+def _loses_the_hook(engine):
+    engine.hooks["scope"] = "the cache is of another kind"
+
+
+def _sweeps_one_rank_of_two(engine):
+    engine.ranks[1].skip_sweep = True
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (_stays_in_the_old_epoch, r"label: rank 0 .*last swept for epoch None; rank 0 kept entries: tree_full_evicta"),
+        (_sweeps_one_rank_of_two, r"label: rank 1 is in epoch 2 and last swept for epoch None"),
+        (_loses_the_hook, r"label: rank 0's hook scope: the cache is of another kind"),
+    ],
+)
+def test_an_engine_that_is_not_swept_is_retired(run_async, fault, expected):
+    async def scenario():
+        async with fake_fleet(sharing="scoped", ranks=2) as (fleet, engines):
+            await asyncio.gather(*(generate(fleet, request(2)) for _ in range(8)))
+            tasks = await in_flight(fleet)
+            fault(engines[1])
+            report = await publish(fleet, NameTransport(), "v1")
+            return report, await asyncio.gather(*tasks), [m.name for m in fleet.routable()], [e.paused for e in engines]
+
+    report, answers, routable, paused = run_async(scenario())
+    assert list(report.unconfirmed) == ["engine1"]
+    assert re.match(expected, report.unconfirmed["engine1"])
+    assert [e.sweep_verified for e in report.engines] == [True, False]
+    assert (routable, paused) == (["engine0"], [False, False])
+    assert {a.engine for a in answers} == {"engine0"}  # those of the retired engine were sent again
+
+
+def test_sweep_verdict_needs_every_proof(run_async):
+    async def scenario():
+        async with fake_fleet(1, sharing="scoped") as (fleet, _):
+            client = next(iter(fleet.members.values())).client
+            await generate(fleet, request(2))
+            before = await client.reports()
+            verdicts = [why_not_swept(before, before, fleet.policy)]
+            await client.pause("in_place")
+            verdicts.append(why_not_swept(before, await client.reports(), fleet.policy))
+            await client.load_from_disk("weights/v1")
+            verdicts.append(why_not_swept(before, await client.reports(), fleet.policy))
+            await client.label("v1")
+            verdicts.append(why_not_swept(before, await client.reports(), fleet.policy))
+            return verdicts
+
+    running, paused, loaded, labelled = run_async(scenario())
+    assert any("isn't paused" in reason for reason in running)
+    for words in ("no weight change", "last swept", "kept entries: tree_full_evictable=50"):
+        assert any(words in reason for reason in paused), words
+    assert loaded == labelled == []
 
 
 def test_a_live_engine_with_its_radix_cache_on_is_refused_in_off_mode(run_async):
@@ -293,12 +385,15 @@ def test_an_engine_without_the_needed_hook_is_refused(run_async):
 
 def test_an_engine_at_another_version_joins_at_the_next_publication(run_async):
     async def scenario():
-        async with fake_fleet(1) as (fleet, _), FakeEngine(version="default") as late:
-            async with EngineClient(late.url, name="late", deadlines=FAST) as client:
-                await admit(fleet, client)
-                before = [m.name for m in fleet.routable()]
-                await publish(fleet, NameTransport(), "v1")
-                return before, [m.name for m in fleet.routable()]
+        async with (
+            fake_fleet(1) as (fleet, _),
+            FakeEngine(version="default") as late,
+            EngineClient(late.url, name="late", deadlines=FAST) as client,
+        ):
+            await admit(fleet, client)
+            before = [m.name for m in fleet.routable()]
+            await publish(fleet, NameTransport(), "v1")
+            return before, [m.name for m in fleet.routable()]
 
     before, after = run_async(scenario())
     assert before == ["engine0"]
@@ -339,7 +434,7 @@ def test_verdict_needs_every_proof(run_async):
     """Each single missing proof is named; with all of them the verdict is empty. (So it can fail, and can pass.)"""
 
     async def scenario():
-        async with fake_fleet(1) as (fleet, engines):
+        async with fake_fleet(1) as (fleet, _):
             client = next(iter(fleet.members.values())).client
             await generate(fleet, request(2))
             before = await client.reports()

@@ -1,4 +1,4 @@
-"""Publications on a real SGLang engine: what is cached, which weights answer, and what happens without the protection."""
+"""Publications on a real SGLang engine: what is cached, which weights answer, and the negative control."""
 
 from __future__ import annotations
 

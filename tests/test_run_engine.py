@@ -62,12 +62,12 @@ def test_the_main_job_small(tmp_path, models_dir):
     assert summary["peak_rss_gib"] > 1
     # The W&B run is there, with a history and the table of rollouts.
     run = Path(summary["wandb_run_dir"])
-    assert list(run.glob("*.wandb"))[0].stat().st_size > 1000
+    assert next(run.glob("*.wandb")).stat().st_size > 1000
     assert list(run.rglob("*rollouts*.table.json"))
 
 
 def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_rollouts(tmp_path, models_dir):
-    """The same run with the radix cache on, an in-place pause and no flush. An audit that can't fail is worth nothing."""
+    """The same run with the radix cache on, an in-place pause and no flush: an audit that can't fail is worth nothing."""
     args = command(
         *("cpu_tiny.yaml", tmp_path, models_dir, *SMALL),
         *("name=unsafe", "disjoint_prefix_sharing=unsafe", "audit_rollouts=120", "wandb=disabled"),

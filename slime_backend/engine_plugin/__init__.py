@@ -10,6 +10,8 @@ the one to refuse.
     kv_evidence    kv_evidence.py     /server_info: what each scheduler counted itself
     kv_spans       kv_spans.py        meta_info: which weights sampled each token, and which computed its context
     scope          scope.py           radix-cache keys: the weight epoch; sweeps older entries at a publication
+    retract_flush  retract_flush.py   lets a flush through after a retract pause, where SGLang refuses it
+    sampled_spans  sampled_spans.py   meta_info: which weights sampled each token, where SGLang doesn't say
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import os
 
 from slime_backend import wire
 
-# Hook name -> module with `install() -> str`, which returns `wire.ACTIVE` or why the hook is not active (yet).
+# Hook name -> module with `install() -> str`, which returns `wire.ACTIVE`, `wire.NOT_NEEDED`, or why the hook is not
+# active (yet).
 HOOK_MODULES: dict[str, str] = {
     "cpu_attention": "slime_backend.engine_plugin.cpu_attention",
     "kv_evidence": "slime_backend.engine_plugin.kv_evidence",
     "kv_spans": "slime_backend.engine_plugin.kv_spans",
     "scope": "slime_backend.engine_plugin.scope",
+    "retract_flush": "slime_backend.engine_plugin.retract_flush",
+    "sampled_spans": "slime_backend.engine_plugin.sampled_spans",
 }
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,8 @@
 """The weight epoch of this scheduler process: a count of weight mutations, with the version name of each.
 
 Changes no behaviour: it listens. Works with SGLang 0.5.23 (scheduler_components/weight_updater.py:149-289 for the four
-update calls, managers/scheduler.py:5630 for /update_weight_version). The count moves BEFORE the first byte can change,
+update calls, managers/scheduler.py:5630 for /update_weight_version) and 0.5.15.post1 (:108-166; its schedulers hear of
+a label through label_relay.py only). The count moves BEFORE the first byte can change,
 so an update that fails half-way is an epoch of its own, and on a bare renaming as well, because writers that bypass
 SGLang (RDMA) announce nothing else. An epoch bears the version name that was in force when it ended: a name which
 arrives after the weights, while nothing was sampled, leaves an epoch without tokens in between.
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slime_backend import wire
-from slime_backend.engine_plugin import registry
+from slime_backend.engine_plugin import generation, label_relay, registry
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = tuple(f"{UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
@@ -56,13 +57,7 @@ class WeightEpoch:
         return order
 
 
-def _served_version() -> str:
-    from sglang.srt.runtime_context import get_serving
-
-    return str(get_serving().weight_version)
-
-
-EPOCH = WeightEpoch(_served_version)
+EPOCH = WeightEpoch(generation.served_version)
 _status: str | None = None
 
 
@@ -70,9 +65,13 @@ def install(hook: str) -> str:
     """Listen to weight mutations, once per process. Returns `wire.ACTIVE`, or which target this SGLang lacks."""
     global _status
     if _status != wire.ACTIVE:
-        _status = registry.attach(
-            hook, [*((target, "before", _before_update) for target in UPDATES), (RENAME, "before", _before_rename)]
-        )
+        functions: list[registry.HookFunction] = [(target, "before", _before_update) for target in UPDATES]
+        if generation.scheduler_learns_labels():
+            functions.append((RENAME, "before", _before_rename))
+        else:
+            functions.append((label_relay.MANAGER, "after", label_relay.after_manager))
+            functions.append((label_relay.MESSAGE, "around", label_relay.around_message(EPOCH.advance)))
+        _status = registry.attach(hook, functions)
     return _status
 
 

@@ -1,7 +1,8 @@
 """Puts into /server_info what each scheduler counted itself: KV in the tree, free slots, KV of requests, flushes.
 
-Adds `internal_states[i]["reef_slime"]` (wire.SchedulerReport), one per data-parallel rank. Written for SGLang 0.5.23
-and needed in every version, because nothing else says that a flush was carried out by every rank:
+Adds `internal_states[i]["reef_slime"]` (wire.SchedulerReport), one per data-parallel rank. Works with SGLang 0.5.23
+(the lines below) and 0.5.15.post1, and is needed in every version, because nothing else says that a flush was carried
+out by every rank:
   - with DP > 1 /flush_cache returns rank 0's answer only (tokenizer_control_mixin.py:325);
   - /server_info has capacities but no occupancy, and a refused flush is one line in the log (scheduler.py:5540).
 
@@ -19,13 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_backend import wire
-from slime_backend.engine_plugin import epoch, registry
+from slime_backend.engine_plugin import epoch, generation, registry
 from slime_backend.engine_plugin.epoch import EPOCH
+from slime_backend.engine_plugin.generation import SCHEDULER, holds_kv
 
 log = logging.getLogger(__name__)
 
 HOOK = "kv_evidence"
-SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 
 
 @dataclass(slots=True)
@@ -58,8 +59,7 @@ def counters() -> Counters:
 
 
 def install() -> str:
-    missing = registry.missing_targets([f"{SCHEDULER}.collect_inflight_reqs"])  # used, not patched
-    status = f"this SGLang has no {', '.join(missing)}" if missing else epoch.install(HOOK)
+    status = epoch.install(HOOK)
     if status != wire.ACTIVE:
         return status
     return registry.attach(
@@ -75,13 +75,17 @@ def install() -> str:
 
 def live_requests(scheduler: Any) -> list[Any]:
     """Every unfinished or KV-holding request that the scheduler knows, each once."""
-    found = [*scheduler.waiting_queue, *scheduler.collect_inflight_reqs(), *scheduler.grammar_manager.grammar_queue]
+    found = [
+        *scheduler.waiting_queue,
+        *generation.batched_requests(scheduler),
+        *scheduler.grammar_manager.grammar_queue,
+    ]
     if scheduler.chunked_req is not None:
         found.append(scheduler.chunked_req)
     for batch, _ in getattr(scheduler, "result_queue", None) or ():  # exists with the overlap schedule only
         found.extend(batch.reqs)
     unique = {id(req): req for req in found}
-    return [req for req in unique.values() if req.kv.holds_kv or not req.finished()]
+    return [req for req in unique.values() if holds_kv(req) or not req.finished()]
 
 
 def evidence(scheduler: Any) -> wire.KvEvidence:
@@ -89,8 +93,7 @@ def evidence(scheduler: Any) -> wire.KvEvidence:
     tree, rows, own = scheduler.tree_cache, scheduler.req_to_token_pool, counters()
     full_free, full_capacity, swa_free, swa_capacity = _slots(scheduler.token_to_kv_pool_allocator)
     hybrid = swa_capacity > 0
-    holding = sum(req.kv.holds_kv for req in live_requests(scheduler))
-    holding += sum(record.holds_kv for record in tree.session_records().values())
+    holding = sum(holds_kv(req) for req in live_requests(scheduler)) + generation.session_records_holding_kv(tree)
     return wire.KvEvidence(
         flush_epoch=own.flush_epoch,
         flush_refused=own.flush_refused,
@@ -170,7 +173,7 @@ def _refusal(scheduler: Any) -> dict[str, Any]:
     return {
         "paused": bool(scheduler._engine_paused),
         "pause_mode": counters().pause_mode,
-        "requests_holding_kv": sum(req.kv.holds_kv for req in live_requests(scheduler)),
+        "requests_holding_kv": sum(holds_kv(req) for req in live_requests(scheduler)),
         "waiting": len(scheduler.waiting_queue),
         "running": len(scheduler.running_batch.reqs),
         "chunked": int(scheduler.chunked_req is not None),
@@ -181,10 +184,10 @@ def _refusal(scheduler: Any) -> dict[str, Any]:
 
 
 def _around_pause(original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    before = [(req, int(req.kv.kv_committed_len) if req.kv.holds_kv else 0) for req in live_requests(scheduler)]
+    before = [(req, generation.committed_length(req) if holds_kv(req) else 0) for req in live_requests(scheduler)]
     result = original(scheduler, request, *args, **kwargs)
     # A request that finished while the pause read back its last step lost its KV too, but not to the pause.
-    taken = [tokens for req, tokens in before if tokens and not req.kv.holds_kv and not req.finished()]
+    taken = [tokens for req, tokens in before if tokens and not holds_kv(req) and not req.finished()]
     own = counters()
     own.pauses += 1
     own.pause_mode = str(request.mode)

@@ -1,16 +1,18 @@
 """Says in meta_info which weights sampled each token, which computed the KV it came from, and what each prefill reused.
 
-Adds `kv_provenance` and `prefills` to a finished response (0.5.23). Needed in every SGLang version: `weight_versions`
-(native from 0.5.23, managers/scheduler.py:5636) tells who sampled a token, not under which weights its context was
-computed, and `cached_tokens` of a retracted request stays what its first prefill found (schedule_batch.py:2965).
+Adds `kv_provenance` and `prefills` to a finished response. Works with SGLang 0.5.23 (the lines below) and 0.5.15.post1,
+and is needed in every version: `weight_versions` (native from 0.5.23, managers/scheduler.py:5636) tells who sampled a
+token, not under which weights its context was computed, and `cached_tokens` of a retracted request stays what its first
+prefill found (schedule_batch.py:2965).
 
 Emitted through SGLang's own extension point (output_streamer.py:235-270, a subclass returned by
 Scheduler.get_output_streamer_class). It refuses a request-level value to the Rust egress (:98), so there this hook is
 inactive. A stream of increments cuts every such value at the chunk's offset (tokenizer_manager.py:364); ours are lists
-over segments, not tokens, and are kept whole.
+over segments, not tokens, and are kept whole. 0.5.15.post1 has no such point: there egress.py emits them.
 
-Also corrects one native count: with the overlap schedule a token that is sampled but not yet read back at an in-place
-publication is credited to the new version (scheduler.py:5636 counts `output_ids`, which trail the forward by one).
+Also corrects one native count, where it exists: with the overlap schedule a token that is sampled but not yet read
+back at an in-place publication is credited to the new version (scheduler.py:5636 counts `output_ids`, which trail the
+forward by one).
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from dataclasses import asdict
 from typing import Any
 
 from slime_backend import wire
-from slime_backend.engine_plugin import epoch, registry
+from slime_backend.engine_plugin import egress, epoch, generation, registry
 from slime_backend.engine_plugin.epoch import EPOCH
+from slime_backend.engine_plugin.generation import holds_kv
 from slime_backend.engine_plugin.trace import Admission, RequestTrace
 
 HOOK = "kv_spans"
@@ -31,7 +34,6 @@ KEYS = (wire.KV_PROVENANCE_KEY, wire.PREFILLS_KEY)
 PREFILL = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
 STREAMER = "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class"
 RELABEL = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
-SLICE = "sglang.srt.managers.tokenizer_manager._slice_streaming_output_meta_info"
 
 # Requests that were admitted and have not been reported yet. Weak: SGLang may drop a request without finishing it.
 _traces: weakref.WeakKeyDictionary[Any, RequestTrace] = weakref.WeakKeyDictionary()
@@ -42,19 +44,21 @@ def install() -> str:
     status = epoch.install(HOOK)
     if status != wire.ACTIVE:
         return status
-    status = registry.attach(
-        HOOK,
-        [
-            (PREFILL, "before", _before_prefill),
-            (STREAMER, "after", _streamer_class),
-            (RELABEL, "around", _around_relabel),
-            (SLICE, "around", _around_slice),
-        ],
-    )
+    functions: list[registry.HookFunction] = [(PREFILL, "before", _before_prefill)]
+    if generation.has_streamer_extension():
+        waiting_for = "this process has built no output streamer"
+        functions.append((STREAMER, "after", _streamer_class))
+        functions.append((RELABEL, "around", _around_relabel))
+        functions.append((egress.SLICE, "around", egress.around_slice(lambda: frozenset(KEYS))))
+    else:
+        waiting_for = wire.ACTIVE
+        status = egress.install(HOOK, KEYS, _values_of)
+    if status == wire.ACTIVE:
+        status = registry.attach(HOOK, functions)
     if status != wire.ACTIVE:
         return status
     EPOCH.on_end(_on_epoch_end)
-    return "this process has built no output streamer"
+    return waiting_for
 
 
 def sampled_tokens(req: Any) -> int:
@@ -64,9 +68,9 @@ def sampled_tokens(req: Any) -> int:
     launched (mem_cache/allocation.py:484 and :685); `output_ids` grow one pass later under the overlap schedule.
     """
     known = len(req.output_ids)
-    if not req.kv.holds_kv:
+    if not holds_kv(req):
         return known
-    return max(known, req.kv.kv_committed_len - len(req.origin_input_ids) + 1)
+    return max(known, generation.committed_length(req) - len(req.origin_input_ids) + 1)
 
 
 def _before_prefill(batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,14 +80,14 @@ def _before_prefill(batch: Any, *args: Any, **kwargs: Any) -> None:
         if req.rid.startswith(HEALTH_CHECK_RID_PREFIX):
             continue  # a /health between a publication and its first rollout must not take that rollout's order 0
         trace = _traces.get(req)
-        if trace is not None and req.kv.holds_kv:
+        if trace is not None and holds_kv(req):
             continue  # a later chunk of a prefill that is already counted
         if trace is None:
             trace = _traces[req] = RequestTrace(prompt_length=len(req.origin_input_ids))
         admission = Admission(
             epoch=EPOCH.number,
             order=EPOCH.next_order(),
-            cached=int(req.prefix_len),
+            cached=generation.prefix_length(req),
             total=len(req.full_untruncated_fill_ids),
         )
         trace.admit(admission, sampled=len(req.output_ids))
@@ -91,8 +95,20 @@ def _before_prefill(batch: Any, *args: Any, **kwargs: Any) -> None:
 
 def _on_epoch_end(scheduler: Any, ending: int) -> None:
     for req, trace in list(_traces.items()):
-        committed = int(req.kv.kv_committed_len) if req.kv.holds_kv else None
+        committed = generation.committed_length(req) if holds_kv(req) else None
         trace.publish(ending, committed, sampled_tokens(req))
+
+
+def _values_of(req: Any) -> dict[str, list[dict[str, Any]]]:
+    """Our two values of a finished request; none if it was never admitted or has been reported."""
+    trace = _traces.pop(req, None)
+    if trace is None:
+        return {}
+    segments = trace.kv_segments(EPOCH.number, len(req.output_ids_through_stop), EPOCH.version)
+    return {
+        wire.KV_PROVENANCE_KEY: [asdict(segment) for segment in segments],
+        wire.PREFILLS_KEY: [asdict(prefill) for prefill in trace.prefills(EPOCH.version)],
+    }
 
 
 def _report(reqs: list[Any]) -> dict[str, list[list[dict[str, Any]]]]:
@@ -100,18 +116,8 @@ def _report(reqs: list[Any]) -> dict[str, list[list[dict[str, Any]]]]:
 
     The receiver extends one list over all chunks of a request, so each value must be sent once.
     """
-    provenance: list[list[dict[str, Any]]] = []
-    prefills: list[list[dict[str, Any]]] = []
-    for req in reqs:
-        trace = _traces.pop(req, None) if req.finished() else None
-        if trace is None:
-            provenance.append([])
-            prefills.append([])
-            continue
-        segments = trace.kv_segments(EPOCH.number, len(req.output_ids_through_stop), EPOCH.version)
-        provenance.append([asdict(segment) for segment in segments])
-        prefills.append([asdict(prefill) for prefill in trace.prefills(EPOCH.version)])
-    return {wire.KV_PROVENANCE_KEY: provenance, wire.PREFILLS_KEY: prefills}
+    values = [_values_of(req) if req.finished() else {} for req in reqs]
+    return {key: [row.get(key, []) for row in values] for key in KEYS}
 
 
 def _streamer_class(cls: type, scheduler: Any) -> type:
@@ -152,11 +158,3 @@ def _around_relabel(original: Any, scheduler: Any, new_version: str | None) -> A
             del req.weight_version_events[events_before:]
             req.weight_version_events.append(WeightVersionEvent(old_version, sampled_tokens(req)))
     return result
-
-
-def _around_slice(original: Any, meta_info: dict[Any, Any], offset: int, keys: Any = None) -> None:
-    original(meta_info, offset, None if keys is None else [key for key in keys if key not in KEYS])
-    for key in meta_info.keys() & set(KEYS):
-        # One list grows over all chunks of a request. Chunks that are sent together are joined, so each needs its own
-        # copy, or the record would be in it once per chunk.
-        meta_info[key] = list(meta_info[key])

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from slime_backend import wire
 
 Kind = Literal["before", "after", "around"]
+HookFunction = tuple[str, Kind, Callable[..., Any]]  # dotted SGLang name, when, what
 
 _statuses: dict[str, str] = {}
 _targets: dict[str, list[str]] = {}
@@ -24,7 +25,7 @@ def set_status(hook: str, status: str) -> None:
 
 
 def statuses() -> dict[str, str]:
-    """Hook name -> "active", or why it is not."""
+    """Hook name -> "active", "not needed", or why it is neither."""
     found = dict(_statuses)
     for hook, targets in _targets.items():
         unpatched = [target for target in targets if not _is_patched(target)]
@@ -44,7 +45,7 @@ def missing_targets(targets: Sequence[str]) -> list[str]:
     return missing
 
 
-def attach(hook: str, functions: Sequence[tuple[str, Kind, Callable[..., Any]]]) -> str:
+def attach(hook: str, functions: Sequence[HookFunction]) -> str:
     """Register `functions` as (target, kind, function) for `hook`, all of them or none.
 
     Returns `wire.ACTIVE`, or which target this SGLang lacks.

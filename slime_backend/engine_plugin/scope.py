@@ -77,7 +77,7 @@ def install() -> str:
 
 
 def scoped_key(number: int, caller_key: str | None) -> str:
-    """The `extra_key` of epoch `number`. Different epochs or caller's keys never give the same; "" is None to SGLang."""
+    """The `extra_key` of epoch `number`: never the same for two epochs or two caller's keys ("" is None to SGLang)."""
     return f"{number}:{caller_key or ''}"
 
 

@@ -2,7 +2,8 @@
 
 The states that matter are modelled: a pause is taken by each rank, a flush is refused while a request holds KV,
 updates over a group need an open session, a label may change alone, a retracted request prefills again, a request in
-flight stands still while paused, cache entries are scoped by epoch and swept where the hook `scope` is active. Weights are just the name that was loaded last.
+flight stands still while paused, cache entries are scoped by epoch and swept where the hook `scope` is active. Weights
+are just the name that was loaded last.
 
     async with FakeEngine(latency_s=0.02) as engine:
         engine.faults["/flush_cache"] = ["refuse", "refuse"]      # the next two calls
@@ -42,6 +43,7 @@ class FakeRequest:
     prompt: int
     wanted: int
     sampled: list[str] = field(default_factory=list)  # the version of each token
+    truth: list[str] = field(default_factory=list)  # the weights that were really in memory, for each token
     context: list[str] = field(default_factory=list)  # the version that computed each position's KV
     segments: list[dict[str, Any]] = field(default_factory=list)
     prefills: list[dict[str, Any]] = field(default_factory=list)
@@ -96,7 +98,7 @@ class FakeEngine:
         self.loaded = version  # the weights that really are in memory
         self.latency_s = latency_s
         self.radix_cache = radix_cache
-        self.hooks = {name: ACTIVE for name in hooks}
+        self.hooks = dict.fromkeys(hooks, ACTIVE)
         self.token_s = token_s
         self.ranks = [FakeRank() for _ in range(ranks)]
         self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
@@ -282,6 +284,7 @@ class FakeEngine:
             "weight_version": self.label,
             "output_token_logprobs": [[-1.0, 7, None] for _ in range(count)],
             "weight_versions": _spans(mine.sampled),
+            "truth": _spans(mine.truth),
             "kv_provenance": mine.segments,
             "prefills": mine.prefills,
         }
@@ -346,6 +349,7 @@ class FakeEngine:
                 if request.segments[-1]["version"] != self.label:
                     _new_segment(request)
             request.sampled.append(self.label)
+            request.truth.append(self.loaded)
             request.segments[-1]["end"] = len(request.sampled)
             request.segments[-1]["version"] = self.label
             request.segments[-1]["context"] = _spans(request.context)

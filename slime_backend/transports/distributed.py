@@ -129,18 +129,22 @@ class DistributedTransport:
                 await client.end_weight_session()
 
     async def _send(self, client: EngineClient, pair: PairGroup, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        receive = asyncio.create_task(
-            client.receive_tensors(
-                names=[name for name, _ in bucket],
-                dtypes=[str(t.dtype).removeprefix("torch.") for _, t in bucket],
-                shapes=[list(t.shape) for _, t in bucket],
-                group=pair.name,
-            )
-        )
-        receive.add_done_callback(lambda task: pair.stop() if task.cancelled() or task.exception() else None)
-        send = asyncio.create_task(asyncio.to_thread(pair.broadcast, [t for _, t in bucket]))
+        async def receive() -> None:
+            try:
+                await client.receive_tensors(
+                    names=[name for name, _ in bucket],
+                    dtypes=[str(t.dtype).removeprefix("torch.") for _, t in bucket],
+                    shapes=[list(t.shape) for _, t in bucket],
+                    group=pair.name,
+                )
+            except BaseException:
+                pair.stop()  # nobody takes the rest of the broadcast
+                raise
+
         # The engine's answer decides: it has its own deadline, and its failure stops the broadcast.
-        results = await asyncio.gather(receive, send, return_exceptions=True)
+        results = await asyncio.gather(
+            receive(), asyncio.to_thread(pair.broadcast, [t for _, t in bucket]), return_exceptions=True
+        )
         for result in results:
             if isinstance(result, EngineError):
                 raise result

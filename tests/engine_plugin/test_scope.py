@@ -6,10 +6,6 @@ import itertools
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("sglang")
-
 from slime_backend.engine_plugin import scope
 
 

@@ -66,9 +66,15 @@ class Reference:
         """Log-prob of each token but the first, given all before it, under one version: [len - 1]."""
         import torch
 
+        return self.rows(version, tokens).gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0]
+
+    def rows(self, version: str, tokens: Sequence[int]) -> Any:
+        """Log-probs of the whole vocabulary after each token but the last, under one version: [len - 1, vocabulary]."""
+        import torch
+
         with torch.no_grad():
             logits = self.models[version](input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
-        return logits[:-1].log_softmax(-1).gather(1, torch.tensor(list(tokens[1:]))[:, None])[:, 0]
+        return logits[:-1].log_softmax(-1)
 
     def segment(self, tokens: Sequence[int], prompt_length: int, segment: Mapping[str, Any]) -> list[float]:
         """Log-probs of one kv_provenance segment's output tokens: its context is built span by span, each span with

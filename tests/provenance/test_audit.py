@@ -128,7 +128,7 @@ def test_the_choice_prefers_rollouts_that_crossed(made_run):
     chosen = choose(records, 12, seed=0)
     assert len(chosen) == len({r.receipt for r in chosen}) == 12
     assert sum(r.mixed for r in chosen) == 4
-    assert choose(records, None, 0) and len(choose(records, 99, 0)) == 34
+    assert len(choose(records, None, 0)) == len(choose(records, 99, 0)) == 34
 
 
 def test_a_record_survives_the_file(made_run):

@@ -1,0 +1,244 @@
+"""The transaction as a state machine: random faults, deaths, restarts, killed controllers and rival publishers.
+
+Against fake engines over HTTP. What must hold after every step: no living engine is left paused, every routable engine
+really has the fleet's weights and its label, each answer was sampled under the weights that it names, and each request
+comes back exactly once. `REEF_STATE_STEPS` sets how many steps are tried (2,000 by default, 20,000 for a release).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from slime_backend.dispatch import generate
+from slime_backend.engine_client import Deadlines, EngineClient, EngineError, EngineUnreachable
+from slime_backend.fleet import Fleet, FleetError, admit
+from slime_backend.policy import decide
+from slime_backend.publication import PublicationError, publish
+from slime_backend.simulation.fake_engine import FakeEngine
+
+STEPS = int(os.environ.get("REEF_STATE_STEPS", "2000"))
+STEPS_EACH = 40
+DEADLINES = Deadlines(pause=0.4, flush=0.4, load=0.4, control=0.4, generate=30.0)
+ENGINES = 3
+PATHS = (
+    "/pause_generation",
+    "/flush_cache",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/continue_generation",
+    "/server_info",
+    "/model_info",
+)
+FAULTS = ("refuse", "drop_before", "drop_after", "hang_before", "hang_after", "die")
+
+
+class Transport:
+    name = "fake"
+
+    async def prepare(self, version, clients):
+        return None
+
+    async def load(self, client, version):
+        await client.load_from_disk(f"weights/{version}")
+
+    async def close(self):
+        return None
+
+
+class MortalClient(EngineClient):
+    """A client whose controller can be killed: from then on no call leaves the process."""
+
+    killed = False
+
+    async def call(self, method, path, **kwargs):
+        if self.killed:
+            raise EngineUnreachable(self.name, path, "the controller is dead")
+        answer = await super().call(method, path, **kwargs)
+        if self.killed:
+            raise EngineUnreachable(self.name, path, "the controller is dead")
+        return answer
+
+
+class PublishingFleet(RuleBasedStateMachine):
+    @initialize(sharing=st.sampled_from(["off", "retract", "scoped"]))
+    def start(self, sharing):
+        self.loop = asyncio.new_event_loop()
+        self.policy = decide("disjoint", sharing)
+        self.version = 0
+        self.submitted = self.answered = 0
+        self.pending: set[asyncio.Task] = set()
+        self.run(self._start())
+
+    def run(self, work):
+        return self.loop.run_until_complete(asyncio.wait_for(work, 60))
+
+    async def _start(self):
+        self.engines = [FakeEngine(radix_cache=self.policy.radix_cache, token_s=0.001) for _ in range(ENGINES)]
+        for engine in self.engines:
+            await engine.start()
+        await self._new_controller("v0")
+
+    async def _new_controller(self, version):
+        self.fleet = Fleet(self.policy, version)
+        self.clients = [MortalClient(e.url, name=f"e{i}", deadlines=DEADLINES) for i, e in enumerate(self.engines)]
+        for client in self.clients:
+            with suppress(EngineError):  # a dead engine is admitted when it is restarted
+                await admit(self.fleet, client)
+
+    # ---- what happens ------------------------------------------------------------------------------------------
+
+    @rule(tokens=st.integers(1, 60))
+    def submit(self, tokens):
+        self.submitted += 1
+        body = {"input_ids": [1] * 20, "sampling_params": {"max_new_tokens": tokens}}
+        self.pending.add(self.loop.create_task(self._request(body, tokens)))
+        self.run(asyncio.sleep(0.002))
+
+    async def _request(self, body, tokens):
+        """One rollout: asked again by a new controller where the old one died, as a resumed run would."""
+        while True:
+            fleet = self.fleet
+            try:
+                answer = await generate(fleet, body)
+            except (FleetError, EngineError):
+                await asyncio.sleep(0.01)
+                continue
+            if fleet is not self.fleet:
+                continue  # the dead controller's answer reaches nobody
+            meta = answer.body["meta_info"]
+            assert len(answer.body["output_ids"]) == len(meta["output_token_logprobs"]) == tokens
+            assert meta["weight_versions"] == meta["truth"], "a token bears a version that didn't sample it"
+            self.answered += 1
+            return
+
+    @rule(
+        engine=st.integers(0, ENGINES - 1),
+        path=st.sampled_from(PATHS),
+        fault=st.sampled_from(FAULTS),
+        times=st.integers(1, 2),
+    )
+    def break_something(self, engine, path, fault, times):
+        self.engines[engine].faults[path] = [fault] * times
+
+    @rule()
+    def publish_next(self):
+        self.version += 1
+        self.run(self._publish(f"v{self.version}"))
+
+    async def _publish(self, version):
+        with suppress(PublicationError):
+            report = await publish(self.fleet, Transport(), version)
+            assert report.state == "resumed"
+        await self._readmit()
+
+    @rule()
+    def two_publishers_at_once(self):
+        self.version += 2
+        self.run(self._two(f"v{self.version - 1}", f"v{self.version}"))
+
+    async def _two(self, first, second):
+        await asyncio.gather(self._publish(first), self._publish(second))
+
+    @rule(after_s=st.floats(0, 0.03))
+    def kill_the_controller(self, after_s):
+        self.version += 2
+        self.run(self._kill(after_s))
+
+    async def _kill(self, after_s):
+        publication = asyncio.ensure_future(publish(self.fleet, Transport(), f"v{self.version - 1}"))
+        await asyncio.sleep(after_s)
+        for client in self.clients:
+            client.killed = True
+        with suppress(PublicationError, EngineError):
+            await publication
+        # A new controller finds the engines as they are: paused, half loaded, labelled or not.
+        await self._heal()
+        await self._new_controller(f"v{self.version - 2}")
+        await self._publish(f"v{self.version}")
+
+    @rule()
+    def restart_the_dead(self):
+        self.run(self._readmit(revive=True))
+
+    async def _readmit(self, revive=False):
+        """Restart dead engines if asked, and admit every retired one again: its state is read afresh."""
+        for engine, client in zip(self.engines, self.clients, strict=True):
+            if engine.dead and revive:
+                await engine.restart("v0")
+            member = self.fleet.members.get(client.name)
+            if not engine.dead and (member is None or member.status == "retired"):
+                with suppress(EngineError):
+                    await admit(self.fleet, client)
+
+    async def _heal(self):
+        for engine in self.engines:
+            engine.faults.clear()
+
+    # ---- what must hold ----------------------------------------------------------------------------------------
+
+    @invariant()
+    def no_living_engine_is_left_paused(self):
+        for i, engine in enumerate(self.engines):
+            # Three refused resumes in a row would be needed, and no more than two faults are planted on a path.
+            assert engine.dead or not engine.paused, f"engine {i} is paused: {self.fleet.retired()}"
+
+    @invariant()
+    def routable_engines_have_what_they_are_confirmed_at(self):
+        for member in self.fleet.routable():
+            engine = self.engines[int(member.name[1:])]
+            if not engine.dead:
+                assert engine.loaded == engine.label == self.fleet.version == member.version
+
+    @invariant()
+    def requests_have_not_failed(self):
+        for task in [t for t in self.pending if t.done()]:
+            self.pending.discard(task)
+            task.result()
+
+    def teardown(self):
+        if not hasattr(self, "loop"):
+            return
+        try:
+            self.run(self._finish())
+            assert self.answered == self.submitted
+        finally:
+            self.run(self._stop())
+            self.loop.close()
+
+    async def _finish(self):
+        """Without faults the fleet becomes whole again (a busy machine may miss a deadline now and then)."""
+        await self._heal()
+        for _ in range(10):
+            await self._readmit(revive=True)
+            self.version += 1
+            await self._publish(f"v{self.version}")
+            if len(self.fleet.routable()) == ENGINES:
+                break
+        assert len(self.fleet.routable()) == ENGINES, self.fleet.retired()
+        await asyncio.gather(*self.pending)
+
+    async def _stop(self):
+        for task in self.pending:
+            task.cancel()
+        await asyncio.gather(*self.pending, return_exceptions=True)
+        for client in self.clients:
+            await client.close()
+        for engine in self.engines:
+            await engine.stop()
+
+
+TestPublishingFleet = PublishingFleet.TestCase
+TestPublishingFleet.settings = settings(
+    max_examples=max(1, STEPS // STEPS_EACH),
+    stateful_step_count=STEPS_EACH,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.generate],  # shrinking repeats waits by the hundred; the failing steps are printed either way
+    suppress_health_check=list(HealthCheck),
+)
