@@ -57,11 +57,27 @@ def tiny_model_b(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
+def models(tiny_model: Path, tiny_model_b: Path) -> dict[str, Any]:
+    """Both checkpoints in Hugging Face's implementation, to score an engine's answers with."""
+    from slime_backend.local_trainer.models import load_model
+
+    return {"a": load_model(tiny_model), "b": load_model(tiny_model_b)}
+
+
+@pytest.fixture(scope="session")
+def sources(models: dict[str, Any], tiny_model: Path, tiny_model_b: Path) -> dict[str, Any]:
+    """The same as sources of weights."""
+    from slime_backend.weight_sources.torch_module import TorchModuleSource
+
+    return {"a": TorchModuleSource(models["a"], tiny_model), "b": TorchModuleSource(models["b"], tiny_model_b)}
+
+
+@pytest.fixture(scope="session")
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One real SGLang engine with the radix cache on and all hooks; a `LocalEngine`."""
-    from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines
+    from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
 
     log = tmp_path_factory.mktemp("engine") / "engine.log"
-    local = LocalEngine(EngineSettings(model=str(tiny_model), max_total_tokens=40000), log_path=log)
+    local = LocalEngine(EngineSettings(model=str(tiny_model), max_total_tokens=40000, hooks=RUN_HOOKS), log_path=log)
     with running_engines([local]):
         yield local

@@ -3,84 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
 import time
-from contextlib import asynccontextmanager
 
 import pytest
-import torch
 
-from slime_backend.engine_client import Deadlines, EngineClient, EngineError
-from slime_backend.fleet import Fleet, admit
-from slime_backend.local_trainer.models import load_model
+from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport, TransportError
 from slime_backend.transports.distributed import DistributedTransport
-from slime_backend.weight_sources.torch_module import TorchModuleSource
+from tests.helpers import DEADLINES, body, difference, fleet_on, load, prompt, reference, versions
 
 pytestmark = pytest.mark.engine
-
-DEADLINES = Deadlines(load=30.0, generate=120.0)
-versions = (f"t{i}" for i in itertools.count(1))
-
-
-@pytest.fixture(scope="module")
-def models(tiny_model, tiny_model_b):
-    return {"a": load_model(tiny_model), "b": load_model(tiny_model_b)}
-
-
-@pytest.fixture(scope="module")
-def sources(models, tiny_model, tiny_model_b):
-    return {"a": TorchModuleSource(models["a"], tiny_model), "b": TorchModuleSource(models["b"], tiny_model_b)}
-
-
-def prompt(length=600):
-    return [random.randrange(256) for _ in range(length)]
-
-
-def body(ids, tokens=8, temperature=0.0):
-    return {
-        "input_ids": ids,
-        "return_logprob": True,
-        "sampling_params": {"max_new_tokens": tokens, "temperature": temperature, "ignore_eos": True},
-    }
-
-
-def logprobs(answer):
-    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-
-
-@torch.no_grad()
-def reference(model, ids, answer):
-    """The sampled tokens' log-probs, and the greedy tokens, by a plain forward."""
-    out = answer["output_ids"]
-    rows = model(torch.tensor([ids + out])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
-    return [float(row[t]) for row, t in zip(rows, out, strict=True)], rows.argmax(-1).tolist()
-
-
-def difference(model, ids, answer):
-    return max(abs(a - b) for a, b in zip(logprobs(answer), reference(model, ids, answer)[0], strict=True))
-
-
-@asynccontextmanager
-async def fleet_on(engine, policy):
-    """A fleet of the one engine, at a fresh version name."""
-    async with EngineClient(engine.url, name="engine0", deadlines=DEADLINES) as client:
-        start = next(versions)
-        await client.label(start)
-        fleet = Fleet(policy, start)
-        await admit(fleet, client)
-        yield fleet, client
-
-
-async def load(client, source, root):
-    """Start a test from known weights and an empty cache."""
-    name = f"start-{time.time_ns()}"
-    source.save(root / name)
-    await client.load_from_disk(str(root / name))
-    await client.flush()
 
 
 def test_retract_publication_clears_everything_and_sharing_goes_on_within_a_version(

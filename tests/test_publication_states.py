@@ -11,11 +11,14 @@ import asyncio
 import os
 from contextlib import suppress
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.errors import Flaky
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from slime_backend.dispatch import generate
+from slime_backend import publication
+from slime_backend.dispatch import RequestLost, generate
 from slime_backend.engine_client import Deadlines, EngineClient, EngineError, EngineUnreachable
 from slime_backend.fleet import Fleet, FleetError, admit
 from slime_backend.policy import decide
@@ -106,7 +109,7 @@ class PublishingFleet(RuleBasedStateMachine):
             fleet = self.fleet
             try:
                 answer = await generate(fleet, body)
-            except (FleetError, EngineError):
+            except (FleetError, EngineError, RequestLost):
                 await asyncio.sleep(0.01)
                 continue
             if fleet is not self.fleet:
@@ -159,6 +162,8 @@ class PublishingFleet(RuleBasedStateMachine):
             await publication
         # A new controller finds the engines as they are: paused, half loaded, labelled or not.
         await self._heal()
+        for client in self.clients:
+            await client.close()
         await self._new_controller(f"v{self.version - 2}")
         await self._publish(f"v{self.version}")
 
@@ -242,3 +247,30 @@ TestPublishingFleet.settings = settings(
     phases=[Phase.generate],  # shrinking repeats waits by the hundred; the failing steps are printed either way
     suppress_health_check=list(HealthCheck),
 )
+
+
+def _steps(monkeypatch, target, name, broken):
+    """Run the machine with one protection taken out."""
+    monkeypatch.setattr(target, name, broken)
+    few = settings(TestPublishingFleet.settings, max_examples=8)
+    run_state_machine_as_test(PublishingFleet, settings=few)
+
+
+async def _never_resume(targets, confirmed, started):
+    return list(confirmed)
+
+
+def _confirm_everyone(self, version, confirmed):
+    self.version = version
+    for member in self.members.values():
+        self.confirm(member, version)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "broken"),
+    [(publication, "_resume_all", _never_resume), (Fleet, "move_to", _confirm_everyone)],
+    ids=["no resume in finally", "unconfirmed engines are routed"],
+)
+def test_negative_control_the_machine_finds_a_missing_protection(monkeypatch, target, name, broken):
+    with pytest.raises((AssertionError, BaseExceptionGroup, Flaky, TimeoutError)):
+        _steps(monkeypatch, target, name, broken)

@@ -264,6 +264,26 @@ def test_the_sweep_takes_what_is_unlocked_and_the_evidence_says_so(engine: Scope
     engine.check_nothing_is_left()
 
 
+def test_what_a_crossing_request_had_in_the_tree_goes_and_nothing_else(engine: Scoped) -> None:
+    api = engine.api
+    shared = prompt(260)
+    calls = [decoding(api, shared + prompt(40), tokens) for tokens in (500, 560)]
+    engine.publish("v1")
+    younger = [prompt(length) for length in (90, 400)]
+    for ids in younger:
+        api.generate(ids, 1)
+    during = api.report()
+    assert during.kv.requests_holding_kv == 2, "they ended too early for this test"
+    for call in calls:
+        call.result()
+    after = api.until(lambda report: report.kv.requests_holding_kv == report.kv.running == 0, "idle")
+    assert after.kv.tree_full_evictable == during.kv.tree_full_evictable
+    assert after.kv.tree_full_protected == after.kv.tree_swa_protected == 0
+    assert after.kv.swept_tokens - during.kv.swept_tokens == during.kv.tree_full_protected
+    for ids in younger:
+        assert api.generate(ids, 1)["meta_info"]["cached_tokens"] == engine.whole(len(ids))
+
+
 def test_an_aborted_request_leaves_nothing_behind(engine: Scoped) -> None:
     call = decoding(engine.api, prompt(200), 20000, rid="crossing")
     engine.publish("v1")
