@@ -54,6 +54,8 @@ class Fleet:
     version: str
     allow: frozenset[str] = frozenset()  # names of kv_holders that the user answers for
     members: dict[str, Member] = field(default_factory=dict)
+    # Scheduler processes whose weights a failed publication may have changed: their label proves nothing.
+    suspects: set[str] = field(default_factory=set)
     # Two publications at once would interleave their pauses and loads.
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -162,7 +164,8 @@ async def admit(fleet: Fleet, client: EngineClient) -> Member:
     check_fit(client.name, info, reports, fleet.policy, fleet.allow)
     member = Member(client)
     fleet.add(member)
-    # A paused engine is in somebody's publication: its label says nothing yet.
-    if await client.weight_version() == fleet.version and not any(r.kv.paused for r in reports):
+    # A paused engine is in somebody's publication, or its publisher died in one: its label says nothing yet.
+    trusted = not any(r.kv.paused or r.instance_id in fleet.suspects for r in reports)
+    if trusted and await client.weight_version() == fleet.version:
         fleet.confirm(member, fleet.version)
     return member

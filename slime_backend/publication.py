@@ -258,7 +258,7 @@ async def publish(fleet: Fleet, transport: Transport, version: str) -> Publicati
             confirmed = await _transact(targets, fleet.policy, transport, version, report)
         finally:
             # Shielded: a cancelled publication (Ctrl-C) must still resume what it paused.
-            confirmed = await asyncio.shield(_resume_all(targets, confirmed, started))
+            confirmed = await asyncio.shield(_resume_all(targets, confirmed, version, started))
             report.wall_ms = _ms(started)
             _settle(fleet, targets, confirmed, version, report)
         if report.state == "failed":
@@ -308,13 +308,17 @@ async def _transact(
     return labelled
 
 
-async def _resume_all(targets: Sequence[_Target], confirmed: Sequence[_Target], started: float) -> list[_Target]:
+async def _resume_all(
+    targets: Sequence[_Target], confirmed: Sequence[_Target], version: str, started: float
+) -> list[_Target]:
     """Resume every engine, confirmed or not; return the confirmed ones that did resume."""
 
     async def resume(target: _Target) -> None:
         if target.touched and target not in confirmed:
-            # Its weights are unknown: what it has in flight must not be finished under any version's name.
+            # Its weights are unknown: what it has in flight must not be finished under any version's name, and its
+            # old label must not vouch for them when it is admitted again, by this controller or another.
             await _ignoring_engine_errors(target.client.abort_all())
+            await _ignoring_engine_errors(target.client.label(f"unconfirmed-{version}"))
         for attempt in range(RESUME_TRIES):
             try:
                 await target.client.resume()
@@ -342,9 +346,13 @@ def _settle(
     """
     for target in targets:
         outcome = target.outcome
+        processes = {report.instance_id for report in target.before}
         if target in confirmed:
             outcome.confirmed = True
+            fleet.suspects -= processes
             continue
+        if target.touched:
+            fleet.suspects |= processes
         outcome.failed_step = outcome.failed_step or report.state
         outcome.reason = outcome.reason or "the publication was cancelled"
         if confirmed or target.touched or outcome.paused_ms is None:

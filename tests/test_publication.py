@@ -450,3 +450,27 @@ def test_verdict_needs_every_proof(run_async):
     assert any("hasn't flushed" in reason for reason in paused)
     assert any("isn't empty: tree_full_evictable=50" in reason for reason in paused)
     assert flushed == []
+
+
+def test_a_half_loaded_engine_is_not_vouched_for_by_its_old_label(run_async):
+    """The load took effect, its answer was lost, on every engine: the fleet stays at v0, but no engine is at v0."""
+
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            for engine in engines:
+                engine.faults["/update_weights_from_disk"] = ["drop_after"]
+            with pytest.raises(PublicationError):
+                await publish(fleet, NameTransport(), "v1")
+            labels = [e.label for e in engines]
+            for engine in engines:
+                engine.label = "v0"  # as if taking the old label back had failed too
+            for member in list(fleet.members.values()):
+                await admit(fleet, member.client)
+            routable = [m.name for m in fleet.routable()]
+            await publish(fleet, NameTransport(), "v2")
+            return labels, routable, [m.version for m in fleet.routable()]
+
+    labels, routable, healed = run_async(scenario())
+    assert labels == ["unconfirmed-v1", "unconfirmed-v1"]
+    assert routable == []
+    assert healed == ["v2", "v2"]

@@ -138,6 +138,7 @@ class FakeEngine:
 
     async def restart(self, version: str) -> None:
         """As after a crash: the same address, a new process with the weights that it was started with."""
+        port = self.port
         await self.stop()
         self.__init__(  # type: ignore[misc]
             version=version,
@@ -147,7 +148,7 @@ class FakeEngine:
             hooks=tuple(self.hooks),
             token_s=self.token_s,
         )
-        await self.start(self.port)
+        await self.start(port)
 
     @property
     def url(self) -> str:
