@@ -26,7 +26,7 @@ test: env
 # The older SGLang wants another torch, so it has an environment of its own.
 test-compat:
 	@PYTHON=$(PYTHON) bash scripts/make_env.sh $(VENV_COMPAT) requirements/compat.lock
-	@$(VENV_COMPAT)/bin/python -m pytest tests/compat $(ARGS)
+	@$(VENV_COMPAT)/bin/python -m pytest tests/compat tests/test_publication_engine.py $(ARGS)
 
 lint: env
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

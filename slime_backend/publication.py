@@ -83,6 +83,7 @@ class PublicationReport:
     state: State = "open"
     started_at: float = 0.0  # seconds since the epoch
     prepare_ms: float = 0.0
+    verified_ms: float | None = None  # from the first call until the last engine is paused, flushed and verified
     wall_ms: float = 0.0  # pause to resumed, over all engines
     engines: list[EngineOutcome] = field(default_factory=list)
 
@@ -124,7 +125,11 @@ async def _on_all(targets: Sequence[_Target], step: str, action: Callable[[_Targ
                 setattr(target.outcome, f"{step}_ms", _ms(started))
         return True
 
-    kept = await asyncio.gather(*(one(t) for t in targets))
+    # All are awaited before an unexpected error goes on: nothing may still be under way when the engines are resumed.
+    kept = await asyncio.gather(*(one(t) for t in targets), return_exceptions=True)
+    for result in kept:
+        if isinstance(result, BaseException):
+            raise result
     return [t for t, ok in zip(targets, kept, strict=True) if ok]
 
 
@@ -159,11 +164,13 @@ async def pause_generation_for_update(targets: Sequence[_Target], policy: Policy
 
 
 def why_not_paused(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport], policy: Policy) -> list[str]:
-    """Every reason why the reports don't prove that each rank took this pause."""
+    """Every reason why the reports don't prove that each rank took this pause, and is still in it."""
     reasons = _why_not_same(before, after)
     for rank, (old, new) in enumerate(zip(before, after, strict=False)):
         if not new.kv.paused or new.kv.pauses <= old.kv.pauses:
             reasons.append(f"rank {rank} isn't paused")
+        elif new.kv.pauses > old.kv.pauses + 1:
+            reasons.append(f"rank {rank} was paused {new.kv.pauses - old.kv.pauses} times: another publisher is at work")
         elif new.kv.pause_mode != policy.pause_mode:
             reasons.append(f"rank {rank} is paused in mode {new.kv.pause_mode}, not {policy.pause_mode}")
     return reasons
@@ -284,7 +291,7 @@ async def _transact(
         if policy.after_pause == "sweep":
             reasons = why_not_swept(target.before, after, policy)
         else:
-            reasons = _why_not_same(target.before, after)
+            reasons = why_not_paused(target.before, after, policy)
             reasons += [
                 f"rank {rank} reports no weight change (epoch {new.epoch})"
                 for rank, (old, new) in enumerate(zip(target.before, after, strict=False))
@@ -298,8 +305,10 @@ async def _transact(
                 r.kv.swept_tokens for r in target.before
             )
 
+    started = time.perf_counter()
     verified = await pause_generation_for_update(targets, policy)
     report.state = "verified"
+    report.verified_ms = _ms(started)
     loaded = await _on_all(verified, "load", load)
     report.state = "loaded"
     # The label moves only here, after the last engine has loaded: no engine claims a version that isn't out yet.

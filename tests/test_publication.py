@@ -474,3 +474,27 @@ def test_a_half_loaded_engine_is_not_vouched_for_by_its_old_label(run_async):
     assert labels == ["unconfirmed-v1", "unconfirmed-v1"]
     assert routable == []
     assert healed == ["v2", "v2"]
+
+
+def test_a_rival_controller_is_noticed_before_anything_is_labelled(run_async):
+    """Two controllers that know nothing of each other publish at once: neither may label what it hasn't loaded."""
+
+    async def scenario():
+        async with AsyncExitStack() as stack:
+            engine = await stack.enter_async_context(FakeEngine(latency_s=0.01))
+            fleets = []
+            for _ in range(2):
+                fleet = Fleet(decide("disjoint", "retract"), "v0")
+                client = await stack.enter_async_context(EngineClient(engine.url, name="e", deadlines=FAST))
+                await admit(fleet, client)
+                fleets.append(fleet)
+            results = await asyncio.gather(
+                *(publish(f, NameTransport(), f"v{i + 1}") for i, f in enumerate(fleets)), return_exceptions=True
+            )
+            return results, engine.paused, engine.label, engine.loaded
+
+    results, paused, label, loaded = run_async(scenario())
+    assert all(isinstance(r, PublicationError) for r in results)
+    assert "another publisher is at work" in str(results[0])
+    assert not paused
+    assert label == loaded == "v0"

@@ -1,11 +1,17 @@
-"""Tests of what the older SGLang generation lacks. They run in the environment of `make test-compat`."""
+"""What the older SGLang generation lacks. Tests with an engine run in the environment of `make test-compat`."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
+# The checks, the HTTP calls and the models of the plugin's tests.
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine_plugin"))
 
-@pytest.fixture(scope="session", autouse=True)
+
+@pytest.fixture(scope="session")
 def older_generation() -> None:
     """Skip where SGLang does by itself what these tests need our hooks for."""
     from slime_backend.engine_plugin import generation

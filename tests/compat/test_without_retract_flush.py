@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from slime_backend.engine_client import EngineClient, EngineRefused
+from slime_backend.engine_client import EngineClient, EngineError, EngineRefused
 from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import decide
@@ -16,7 +16,7 @@ from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.transports import DiskTransport
 from tests.helpers import DEADLINES, body, difference, load, prompt, versions
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("older_generation")]
 
 SHORT = replace(DEADLINES, flush=2.0)
 
@@ -90,3 +90,27 @@ def test_beside_an_engine_that_flushes_it_is_retired_with_that_reason(bare_engin
     assert (other.status, refused.status) == ("confirmed", "retired")
     assert "flush not verified (HTTP 400" in refused.reason
     assert list(report.unconfirmed) == ["engine0"]
+
+
+def test_an_update_that_flushes_by_itself_ends_the_scheduler(bare_engine, sources, tmp_path, run_async):
+    """What the hook prevents. The last test of this module: the engine is dead after it."""
+
+    async def scenario():
+        sources["b"].save(tmp_path / "weights")
+        async with EngineClient(bare_engine.url, deadlines=SHORT) as client:
+            flying = await in_flight(client)
+            await client.pause("retract")
+            with pytest.raises(EngineError):
+                await client.call(
+                    "POST",
+                    "/update_weights_from_disk",
+                    body={"model_path": str(tmp_path / "weights"), "flush_cache": True},
+                    deadline=20.0,
+                )
+            with pytest.raises(EngineError):
+                await client.reports()
+            await asyncio.gather(*flying, return_exceptions=True)
+
+    run_async(scenario(), 180)
+    log = bare_engine.log_path.read_text(errors="replace")
+    assert "Cache flush failed after updating weights" in log
