@@ -91,7 +91,6 @@ def up(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> 
     from slime_backend.local_trainer.local_fleet import serve_engines
     from slime_backend.local_trainer.loop import base_model
 
-
     def ready(urls: list[str]) -> None:
         if as_json:
             typer.echo(json.dumps({"engines": urls, "policy": str(settings.policy), "weight_version": "v0"}))

@@ -47,12 +47,12 @@ class Diagnosis:
 
     def unsafe_for(self, policy: Policy) -> list[str]:
         """The findings that make `policy` unsafe on this engine; empty if it is safe."""
-        needed = {
+        after_pause = {
             "flush": ("retract pause", "flush after a retract", "kv evidence"),
             "sweep": ("in-place pause", "scope", "kv evidence"),
             "nothing": ("in-place pause", "radix cache off", "kv evidence"),
         }[policy.after_pause]
-        needed = ("label", "no other KV holder", *needed)
+        needed = ("label", "no other KV holder", *after_pause)
         return [f"{f.check}: {f.seen}" for f in self.findings if f.check in needed and f.verdict != "holds"]
 
 

@@ -170,7 +170,9 @@ def why_not_paused(before: Sequence[SchedulerReport], after: Sequence[SchedulerR
         if not new.kv.paused or new.kv.pauses <= old.kv.pauses:
             reasons.append(f"rank {rank} isn't paused")
         elif new.kv.pauses > old.kv.pauses + 1:
-            reasons.append(f"rank {rank} was paused {new.kv.pauses - old.kv.pauses} times: another publisher is at work")
+            reasons.append(
+                f"rank {rank} was paused {new.kv.pauses - old.kv.pauses} times: another publisher is at work"
+            )
         elif new.kv.pause_mode != policy.pause_mode:
             reasons.append(f"rank {rank} is paused in mode {new.kv.pause_mode}, not {policy.pause_mode}")
     return reasons

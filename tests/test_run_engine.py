@@ -67,7 +67,7 @@ def test_the_main_job_small(tmp_path, models_dir):
 
 
 def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_rollouts(tmp_path, models_dir):
-    """The same run with the radix cache on, an in-place pause and no flush: an audit that can't fail is worth nothing."""
+    """The same run with the radix cache on, an in-place pause and no flush: the audit must be able to fail."""
     args = command(
         *("cpu_tiny.yaml", tmp_path, models_dir, *SMALL),
         *("name=unsafe", "disjoint_prefix_sharing=unsafe", "audit_rollouts=120", "wandb=disabled"),

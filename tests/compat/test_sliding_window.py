@@ -85,7 +85,7 @@ def test_a_retract_and_flush_empty_both_pools(api: Api) -> None:
 
 
 def test_an_in_place_publication_in_mid_prefill_is_recorded(api: Api, hf: Reference, paths: dict[str, str]) -> None:
-    ids = prompt(9000)
+    ids = prompt(5000)
     call = Background(api.generate, ids, 20)
     api.until(lambda report: report.kv.chunked > 0, "a chunked prefill")
     api.publish(paths["v1"], "v1", "in_place")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -146,11 +147,24 @@ def test_in_decode_a_request_keeps_its_kv_and_leaves_nothing_behind(engine: Scop
     assert engine.api.generate(ids + answer["output_ids"], 1)["meta_info"]["cached_tokens"] <= len(ids)
 
 
+def paused_in_mid_prefill(api: Api) -> tuple[list[int], Background]:
+    """A request of eight chunks, some of which are computed. Tried again when the pause comes too early or too late."""
+    for attempt in range(20):
+        ids = prompt(4000)
+        call = Background(api.generate, ids, 12)
+        time.sleep(0.05 * (attempt % 5 + 1))
+        if api.pause("in_place").kv.chunked:
+            return ids, call
+        api.resume()
+        call.result()
+    raise TimeoutError("no pause met a chunked prefill")
+
+
 def test_in_mid_chunked_prefill(engine: Scoped) -> None:
-    ids = prompt(4000)
-    call = Background(engine.api.generate, ids, 12)
-    engine.api.until(lambda report: report.kv.chunked == 1, "chunked prefill")
-    engine.publish("v1")
+    ids, call = paused_in_mid_prefill(engine.api)
+    engine.api.load(engine.paths["v1"])
+    engine.api.label("v1")
+    engine.api.resume()
     answer = call.result()
     check_form(ids, answer)
     assert contexts(answer) == [["v0", "v1"]]
