@@ -1,11 +1,10 @@
 """Sliding windows of models served through `--model-impl transformers` get the length that Hugging Face means.
 
-Needed in SGLang 0.5.15.post1 and 0.5.23: models/transformers.py (:939 and :942) hands Hugging Face's `sliding_window` W
-to RadixAttention as it is. Hugging Face counts the token itself among its W keys; RadixAttention means W keys before the
-token (torch_native_backend.py:56, `k >= q - W`), as SGLang's own models show by passing W - 1. Each token sees one key
-too many: log-probs are off by up to 2e-2 on a tiny model with W = 128.
-
-Part of the hook `cpu_attention`. It looks at each layer it is given and leaves one alone whose window is not W.
+Needed in SGLang 0.5.15.post1 and 0.5.23: models/transformers.py (:939 and :942) hands Hugging Face's `sliding_window`
+W to RadixAttention as it is. Hugging Face counts the token itself among its W keys; RadixAttention means W keys
+before the token (torch_native_backend.py:56, `k >= q - W`), as SGLang's own models show by passing W - 1. Each token
+sees one key too many: log-probs are off by up to 2e-2 on a tiny model with W = 128. Part of the hook `cpu_attention`.
+It looks at each layer it is given and leaves one alone whose window is not W.
 """
 
 from __future__ import annotations
