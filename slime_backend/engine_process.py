@@ -27,6 +27,9 @@ from slime_backend import engine_guard
 from slime_backend.wire import HOOKS_VARIABLE
 
 LOOPBACK = "127.0.0.1"
+# SGLang 0.5.15.post1 puts its gRPC port 10000 above the HTTP port and doesn't start where that leaves the range
+# (server_args.py:2999).
+HIGHEST_PORT = 65535 - 10000
 STOP_S = 15.0  # a killed engine may take a while to give its memory back
 DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
 # What a run asks for: also what older SGLang lacks, which reports "not needed" elsewhere.
@@ -42,10 +45,14 @@ class PortOccupiedError(EngineStartError):
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that was free a moment ago, not above HIGHEST_PORT unless this machine hands out no other."""
+    for _ in range(100):
+        with socket.socket() as probe:
+            probe.bind((LOOPBACK, 0))
+            port = int(probe.getsockname()[1])
+        if port <= HIGHEST_PORT:
+            break
+    return port
 
 
 def check_port(port: int) -> None:

@@ -6,6 +6,7 @@ Every engine runs under SGLang's strict memory checks, which end the scheduler o
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ from slime_backend.wire import ACTIVE
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 HOOKS = (*DEFAULT_HOOKS, "scope")
+PUBLICATIONS = int(os.environ.get("REEF_PUBLICATIONS", "40"))  # 200 for a release
 RUNNING = 6  # --max-running-requests: further ones wait in the scheduler
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -368,19 +370,19 @@ async def publish_under_load(engine: Scoped, publications: int) -> tuple[list[Pu
     return reports, answers
 
 
-def test_200_publications_under_load_leak_nothing(engine: Scoped, run_async: Any) -> None:
-    reports, answers = run_async(publish_under_load(engine, 200), 500)
+def test_many_publications_under_load_leak_nothing(engine: Scoped, run_async: Any) -> None:
+    reports, answers = run_async(publish_under_load(engine, PUBLICATIONS), 500)
     outcomes = [outcome for report in reports for outcome in report.engines]
-    assert len(outcomes) == 201
+    assert len(outcomes) == PUBLICATIONS + 1
     assert all(outcome.confirmed and outcome.sweep_verified for outcome in outcomes)
     assert sum(outcome.requests_retracted for outcome in outcomes) == 0
-    assert sum(outcome.in_flight for outcome in outcomes) > 200
-    assert sum(outcome.tokens_swept for outcome in outcomes) > 10000
+    assert sum(outcome.in_flight for outcome in outcomes) > PUBLICATIONS
+    assert sum(outcome.tokens_swept for outcome in outcomes) > 50 * PUBLICATIONS
     engine.check_nothing_is_left()
     whole = [(ids, a) for ids, a in answers if a["meta_info"]["finish_reason"]["type"] == "length"]
-    assert len(whole) > 300
-    assert sum(len(a["meta_info"]["weight_versions"]) > 1 for _, a in whole) > 20
-    assert sum(a["meta_info"]["prefills"][0]["cached"] > 0 for _, a in whole) > 20
+    assert len(whole) > PUBLICATIONS
+    assert sum(len(a["meta_info"]["weight_versions"]) > 1 for _, a in whole) > PUBLICATIONS // 10
+    assert sum(a["meta_info"]["prefills"][0]["cached"] > 0 for _, a in whole) > PUBLICATIONS // 10
     for ids, answer in whole[:: max(1, len(whole) // 20)]:
         named = relabelled(answer)
         assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"])
