@@ -13,9 +13,10 @@ import pytest
 
 from slime_backend.dispatch import generate
 from slime_backend.engine_client import Deadlines, EngineClient
+from slime_backend.evidence import why_not_flushed, why_not_swept
 from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import decide
-from slime_backend.publication import PublicationError, publish, why_not_flushed, why_not_swept
+from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine
 
 FAST = Deadlines(pause=0.5, flush=0.5, load=0.5, control=0.5, generate=20.0)

@@ -66,6 +66,21 @@ def test_the_main_job_small(tmp_path, models_dir):
     assert list(run.rglob("*rollouts*.table.json"))
 
 
+def test_the_main_job_scoped(tmp_path, models_dir):
+    """Nothing is retracted, what is in flight crosses with its KV, and the audit of the carried context holds."""
+    settings = (*SMALL, "name=scoped", "disjoint_prefix_sharing=scoped", "engines=1", "wandb=disabled")
+    done = finish(command("cpu_tiny.yaml", tmp_path, models_dir, *settings, "audit_rollouts=60"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "scoped" / "summary.json").read_text())
+    assert (summary["sweeps_verified"], summary["flushes_verified"], summary["requests_retracted"]) == (4, 0, 0)
+    assert summary["rollouts_lost"] == summary["rollouts_doubled"] == summary["rollouts_aborted"] == 0
+    assert summary["rollouts_mixed"] > 0
+    assert summary["cached_tokens_first_after_publication_max"] == 0
+    assert summary["prefix_hit_rate_within_version"] > 0.9
+    assert summary["audit"]["violations"] == 0
+    assert summary["audit"]["crossing"] > 0
+
+
 def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_rollouts(tmp_path, models_dir):
     """The same run with the radix cache on, an in-place pause and no flush: the audit must be able to fail."""
     args = command(

@@ -49,7 +49,7 @@ def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
     rows = [
         ("policy", summary["policy"]),
         ("steps, publications", f"{summary['steps']}, {summary['publications']}"),
-        ("flushes verified", summary["flushes_verified"]),
+        ("flushes / sweeps verified", f"{summary['flushes_verified']} / {summary['sweeps_verified']}"),
         ("publications with retractions", summary["publications_with_retractions"]),
         ("rollouts submitted / completed", f"{summary['rollouts_submitted']} / {summary['rollouts_completed']}"),
         (

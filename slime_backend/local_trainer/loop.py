@@ -274,6 +274,8 @@ def publication_metrics(report: PublicationReport) -> dict[str, float]:
         "wall_ms": report.wall_ms,
         "confirmed": sum(e.confirmed for e in report.engines),
         "flushes_verified": sum(e.flush_verified for e in report.engines),
+        "sweeps_verified": sum(e.sweep_verified for e in report.engines),
+        "tokens_swept": sum(e.tokens_swept for e in report.engines),
         "in_flight": sum(e.in_flight for e in report.engines),
         "requests_retracted": sum(e.requests_retracted for e in report.engines),
         "tokens_to_prefill_again": sum(e.tokens_to_prefill_again for e in report.engines),

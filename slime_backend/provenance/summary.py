@@ -29,6 +29,8 @@ def summarise(run_dir: Path) -> dict[str, Any]:
         "publications_failed": sum(p["state"] == "failed" for p in publications),
         "engines_confirmed_each": sorted({sum(e["confirmed"] for e in p["engines"]) for p in publications}),
         "flushes_verified": sum(e["flush_verified"] for e in outcomes),
+        "sweeps_verified": sum(e["sweep_verified"] for e in outcomes),
+        "tokens_swept": sum(e["tokens_swept"] for e in outcomes),
         "publications_with_retractions": sum(any(e["requests_retracted"] for e in p["engines"]) for p in publications),
         "requests_retracted": sum(e["requests_retracted"] for e in outcomes),
         "tokens_to_prefill_again": sum(e["tokens_to_prefill_again"] for e in outcomes),
