@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/cpu_tiny.yaml
 ARGS ?=
 
-.PHONY: help env demo test test-compat lint types check clean
+.PHONY: help env demo test test-soak test-compat lint types check clean
 
 help:
 	@echo "make demo    train with two live engines on this CPU (CONFIG=configs/..., ARGS='--set steps=20')"
 	@echo "make test    run the tests (ARGS='-m \"not engine\"' leaves out those that start an engine)"
 	@echo "make test-compat    run the engine tests that apply to SGLang 0.5.15.post1, in $(VENV_COMPAT) (11 GB more)"
+	@echo "make test-soak    the long tests: the real small model, 200 publications, 20,000 steps of faults"
 	@echo "make check   lint, types and tests, as CI does"
 
 env:
@@ -21,7 +22,11 @@ demo: env
 	@$(BIN)/reef-slime train $(CONFIG) $(ARGS)
 
 test: env
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+test-soak: env
+	@REEF_ALL_KINDS=1 REEF_PUBLICATIONS=200 REEF_STATE_STEPS=20000 $(BIN)/python -m pytest $(ARGS) \
+	    tests/test_publication_states.py tests/engine_plugin/test_scope_engine.py tests/test_run_engine.py
 
 # The older SGLang wants another torch, so it has an environment of its own.
 test-compat:

@@ -98,7 +98,7 @@ def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_roll
     assert set(audit["violated"]) <= recorded
     assert summary["cached_tokens_first_after_publication_max"] > 1000  # the old prefix, served as new
     again = subprocess.run(
-        [sys.executable, "-m", "slime_backend.cli", "audit", str(tmp_path / "unsafe"), "--rollouts", "40"],
+        [sys.executable, "-m", "slime_backend.cli", "audit", str(tmp_path / "unsafe"), "--rollouts", "12"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -138,7 +138,7 @@ def test_interrupted_and_resumed(tmp_path, models_dir):
     assert summary["rollouts_doubled"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_real_small_model(tmp_path, models_dir):
     """SmolLM2-135M-Instruct: two steps, published, audited."""
     args = command(

@@ -370,6 +370,7 @@ async def publish_under_load(engine: Scoped, publications: int) -> tuple[list[Pu
     return reports, answers
 
 
+@pytest.mark.soak
 def test_many_publications_under_load_leak_nothing(engine: Scoped, run_async: Any) -> None:
     reports, answers = run_async(publish_under_load(engine, PUBLICATIONS), 500)
     outcomes = [outcome for report in reports for outcome in report.engines]
