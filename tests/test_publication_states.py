@@ -2,7 +2,7 @@
 
 Against fake engines over HTTP. What must hold after every step: no living engine is left paused, every routable engine
 really has the fleet's weights and its label, each answer was sampled under the weights that it names, and each request
-comes back exactly once. `REEF_STATE_STEPS` sets how many steps are tried (400 by default, 20,000 for a release).
+comes back exactly once. `REEF_STATE_STEPS` sets how many steps are tried (120 by default, 20,000 for a release).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine
 
-STEPS = int(os.environ.get("REEF_STATE_STEPS", "400"))
+STEPS = int(os.environ.get("REEF_STATE_STEPS", "120"))
 STEPS_EACH = 40
-DEADLINES = Deadlines(pause=0.4, flush=0.4, load=0.4, control=0.4, generate=30.0)
+DEADLINES = Deadlines(pause=1.0, flush=1.0, load=1.0, control=1.0, generate=30.0)
 ENGINES = 3
 PATHS = (
     "/pause_generation",
