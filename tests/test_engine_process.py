@@ -126,7 +126,6 @@ def test_an_occupied_port_is_named(tmp_path, tiny_model):
 
 
 @pytest.mark.engine
-@pytest.mark.soak
 def test_an_engine_that_dies_while_starting_says_why(tmp_path, tiny_model):
     settings = EngineSettings(model=str(tiny_model), extra=["--no-such-flag-of-sglang"])
     engine = LocalEngine(settings, log_path=tmp_path / "engine.log", name="engine0")
@@ -139,7 +138,6 @@ def test_an_engine_that_dies_while_starting_says_why(tmp_path, tiny_model):
 
 
 @pytest.mark.engine
-@pytest.mark.soak
 @pytest.mark.slow
 def test_a_killed_controller_leaves_no_real_engine_running(tmp_path, tiny_model):
     code = (
