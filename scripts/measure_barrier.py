@@ -18,6 +18,7 @@ from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.simulation.fake_engine import FakeEngine
+from slime_backend.simulation.transport import NameTransport
 
 LATENCY_S = 0.02
 
@@ -35,21 +36,6 @@ def serve(count: int, ready: Connection) -> None:
     asyncio.run(run())
 
 
-class NoBytes:
-    """Only the barrier is of interest: the load is a name."""
-
-    name = "none"
-
-    async def prepare(self, version: str, clients: object) -> None:
-        return None
-
-    async def load(self, client: EngineClient, version: str) -> None:
-        await client.load_from_disk(f"weights/{version}")
-
-    async def close(self) -> None:
-        return None
-
-
 async def measure(urls: list[str], rounds: int) -> tuple[list[float], list[float]]:
     async with AsyncExitStack() as stack:
         fleets = []
@@ -61,7 +47,7 @@ async def measure(urls: list[str], rounds: int) -> tuple[list[float], list[float
         times: tuple[list[float], list[float]] = ([], [])
         for i in range(rounds + 1):
             for fleet, taken in zip(fleets, times, strict=True):
-                report = await publish(fleet, NoBytes(), f"v{i + 1}")
+                report = await publish(fleet, NameTransport(), f"v{i + 1}")
                 assert not report.unconfirmed, report.unconfirmed
                 if i:  # the first round opens the connections
                     taken.append(report.verified_ms)

@@ -42,7 +42,7 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
         await _wait_routable(fleet)
         with fleet.routed() as member:
             try:
-                answer = await member.client.generate(body)
+                answer = await _unless_retired(member, body)
             except EngineRefused as error:
                 if "HTTP 4" in error.seen:
                     raise
@@ -55,16 +55,28 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
                 if member.status != "retired" and not await _alive(member):
                     fleet.retire(member, f"a request failed and it no longer answers: {error.seen}")
             else:
-                finish = (answer["meta_info"].get("finish_reason") or {}).get("type")
-                if member.status == "retired":
+                if answer is None or member.status == "retired":
                     reason = f"{member.name} was retired while it answered: {member.reason}"
-                elif finish == "abort":
+                elif (answer["meta_info"].get("finish_reason") or {}).get("type") == "abort":
                     reason = f"{member.name} aborted the request"
                 else:
                     return Answer(answer, member.name, attempt)
         if on_retry is not None:
             on_retry(reason)
     raise RequestLost(f"no answer after {ATTEMPTS} attempts; the last: {reason}")
+
+
+async def _unless_retired(member: Member, body: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The engine's answer, or None as soon as it is retired: a dead or paused engine may never answer."""
+    call = asyncio.ensure_future(member.client.generate(body))
+    gone = asyncio.ensure_future(member.gone.wait())
+    try:
+        await asyncio.wait((call, gone), return_when=asyncio.FIRST_COMPLETED)
+        return call.result() if call.done() else None
+    finally:
+        for task in (call, gone):
+            task.cancel()
+        await asyncio.gather(call, gone, return_exceptions=True)
 
 
 async def _alive(member: Member) -> bool:

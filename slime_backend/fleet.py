@@ -40,6 +40,7 @@ class Member:
     version: str | None = None  # the version that it was last confirmed at
     reason: str = ""  # why it was retired
     in_flight: int = 0  # requests that the dispatcher has sent and not yet got back
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # set for good once it is retired
 
     @property
     def name(self) -> str:
@@ -73,6 +74,7 @@ class Fleet:
     def retire(self, member: Member, reason: str) -> None:
         """Take an engine out of routing; it stays listed with the reason until it is admitted again."""
         member.status, member.reason = "retired", reason
+        member.gone.set()
         self._notify()
 
     def move_to(self, version: str, confirmed: list[Member]) -> None:

@@ -18,23 +18,11 @@ from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine
+from slime_backend.simulation.transport import NameTransport
 
-FAST = Deadlines(pause=0.5, flush=0.5, load=0.5, control=0.5, generate=20.0)
-
-
-class NameTransport:
-    """Disk transport without a disk: the fake engines load a name."""
-
-    name = "fake"
-
-    async def prepare(self, version, clients):
-        return None
-
-    async def load(self, client, version):
-        await client.load_from_disk(f"weights/{version}")
-
-    async def close(self):
-        return None
+# Long enough for a busy machine, short enough for the tests that wait for one to pass. `generate` is longer than any
+# test may take: a request must not wait for it on an engine that is gone.
+FAST = Deadlines(pause=1.0, flush=1.0, load=1.0, control=1.0, generate=300.0)
 
 
 @asynccontextmanager
@@ -163,7 +151,10 @@ def test_one_engine_fails_and_is_retired_the_other_goes_on(run_async, path, faul
     assert not engines[0].paused
     assert engines[1].dead or step == "resume" or not engines[1].paused
     assert [len(a.body["output_ids"]) for a in answers] == [300] * 6
-    assert {a.engine for a in answers} == {"engine0"}
+    for answer in answers:
+        # The failing engine may end what it ran before it was retired, as the version that it was confirmed at then.
+        versions = {span["version"] for span in answer.body["meta_info"]["weight_versions"]}
+        assert answer.engine == "engine0" or versions == {"v0"}
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from slime_backend.fleet import Fleet, FleetError, admit
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine
+from slime_backend.simulation.transport import NameTransport
 
 STEPS = int(os.environ.get("REEF_STATE_STEPS", "120"))
 STEPS_EACH = 40
@@ -48,19 +49,6 @@ FAULT_LISTS = st.lists(
     ),
     max_size=3,
 )
-
-
-class Transport:
-    name = "fake"
-
-    async def prepare(self, version, clients):
-        return None
-
-    async def load(self, client, version):
-        await client.load_from_disk(f"weights/{version}")
-
-    async def close(self):
-        return None
 
 
 class MortalClient(EngineClient):
@@ -142,7 +130,7 @@ class PublishingFleet(RuleBasedStateMachine):
 
     async def _publish(self, version):
         with suppress(PublicationError):
-            report = await publish(self.fleet, Transport(), version)
+            report = await publish(self.fleet, NameTransport(), version)
             assert report.state == "resumed"
         await self._readmit()
 
@@ -162,7 +150,7 @@ class PublishingFleet(RuleBasedStateMachine):
         self.run(self._kill(after_s))
 
     async def _kill(self, after_s):
-        publication = asyncio.ensure_future(publish(self.fleet, Transport(), f"v{self.version - 1}"))
+        publication = asyncio.ensure_future(publish(self.fleet, NameTransport(), f"v{self.version - 1}"))
         await asyncio.sleep(after_s)
         for client in self.clients:
             client.killed = True

@@ -1,0 +1,191 @@
+"""What a fake engine's scheduler does: requests hold KV, a tree keeps prompts, an epoch ends, a pause retracts.
+
+One FakeRank is one data-parallel rank. No clock and no network: `step` is one decode step. Weights are just a name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+CAPACITY = 100_000  # KV slots of a rank
+ROWS = 1024  # request rows of a rank
+
+
+@dataclass(slots=True)
+class FakeRequest:
+    prompt: int
+    wanted: int
+    sampled: list[str] = field(default_factory=list)  # the version of each token
+    truth: list[str] = field(default_factory=list)  # the weights that were really in memory, for each token
+    context: list[str] = field(default_factory=list)  # the version that computed each position's KV
+    segments: list[dict[str, Any]] = field(default_factory=list)
+    prefills: list[dict[str, Any]] = field(default_factory=list)
+    holds_kv: bool = False
+    epoch: int = 0  # of its admission to prefill
+    aborted: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.prompt + len(self.sampled) if self.holds_kv else 0
+
+    def begin_segment(self) -> None:
+        start = len(self.sampled)
+        self.segments.append({"start": start, "end": start, "version": "", "context": []})
+
+
+@dataclass(slots=True)
+class FakeRank:
+    """One scheduler."""
+
+    radix_cache: bool
+    scoped: bool
+    instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    flush_epoch: int = 0
+    flush_refused: int = 0
+    last_refusal: dict[str, Any] | None = None
+    pause_mode: str | None = None
+    pauses: int = 0
+    in_flight_at_pause: int = 0
+    retracted_at_pause: int = 0
+    tokens_at_pause: int = 0
+    epoch: int = 0
+    order: int = 0
+    # Radix cache entries nobody uses, in tokens, by the epoch in their key; by 0 in an engine that doesn't scope.
+    tree: dict[int, int] = field(default_factory=dict)
+    swept_epoch: int | None = None
+    swept_tokens: int = 0
+    requests: list[FakeRequest] = field(default_factory=list)
+    skip_sweep: bool = False  # a fault: an epoch ends and the older entries stay
+    refuse_flush: bool = False  # a fault: this rank alone refuses, its answer is lost behind rank 0's (DP > 1)
+
+    def pause(self, mode: str) -> None:
+        self.pauses += 1
+        self.pause_mode = mode
+        held = [r for r in self.requests if r.holds_kv]
+        self.in_flight_at_pause = len(self.requests)
+        self.retracted_at_pause = self.tokens_at_pause = 0
+        if mode == "retract":
+            self.retracted_at_pause = len(held)
+            self.tokens_at_pause = sum(r.kv_tokens for r in held)
+            for request in held:
+                request.holds_kv = False
+                self._store(request)
+        elif mode == "abort":
+            self.abort_all()
+
+    def flush(self) -> bool:
+        """False, and everything stays, while a request holds KV, or waits in a scheduler that isn't paused."""
+        holding = sum(r.holds_kv for r in self.requests)
+        queued = 0 if self.pause_mode else len(self.requests)
+        if holding or queued or self.refuse_flush:
+            self.flush_refused += 1
+            self.last_refusal = {"requests_holding_kv": holding, "waiting": queued}
+            return False
+        self.flush_epoch += 1
+        self.tree.clear()
+        return True
+
+    def end_epoch(self) -> None:
+        self.epoch += 1
+        self.order = 0
+        if self.scoped and not self.skip_sweep:
+            self.swept_epoch = self.epoch
+            self.swept_tokens += sum(self.tree.values())
+            self.tree.clear()
+
+    def abort_all(self) -> None:
+        for request in self.requests:
+            request.aborted, request.holds_kv = True, False
+            request.done.set()
+        self.requests.clear()
+
+    def step(self, label: str, loaded: str) -> None:
+        """One token for each request, under the label `label`, by the weights `loaded`."""
+        for request in list(self.requests):
+            if not request.holds_kv:
+                self._admit(request, label)
+            else:
+                request.context.append(label)
+                if request.segments[-1]["version"] != label:
+                    request.begin_segment()
+            request.sampled.append(label)
+            request.truth.append(loaded)
+            request.segments[-1].update(end=len(request.sampled), version=label, context=spans(request.context))
+            if len(request.sampled) >= request.wanted:
+                request.holds_kv = False
+                self.requests.remove(request)
+                self._store(request)
+                request.done.set()
+
+    def _admit(self, request: FakeRequest, label: str) -> None:
+        length = request.prompt + len(request.sampled)
+        cached = min(self.tree.get(self._scope, 0), length - 1) if self.radix_cache else 0
+        request.prefills.append(
+            {"epoch": self.epoch, "order": self.order, "version": label, "cached": cached, "total": length}
+        )
+        self.order += 1
+        request.holds_kv, request.epoch = True, self.epoch
+        request.context = [label] * length
+        request.begin_segment()
+
+    @property
+    def _scope(self) -> int:
+        return self.epoch if self.scoped else 0
+
+    def _store(self, request: FakeRequest) -> None:
+        """A request's prompt goes into the tree, unless it is of an older epoch."""
+        if self.radix_cache and (not self.scoped or request.epoch == self.epoch):
+            self.tree[self._scope] = max(self.tree.get(self._scope, 0), request.prompt)
+
+    def report(self, hooks: dict[str, str]) -> dict[str, Any]:
+        """wire.SchedulerReport as JSON."""
+        holding = [r for r in self.requests if r.holds_kv]
+        used = sum(r.kv_tokens for r in holding)
+        return {
+            "instance_id": self.instance_id,
+            "hooks": hooks,
+            "epoch": self.epoch,
+            "kv": {
+                "flush_epoch": self.flush_epoch,
+                "flush_refused": self.flush_refused,
+                "last_refusal": self.last_refusal,
+                "paused": self.pause_mode is not None,
+                "pauses": self.pauses,
+                "pause_mode": self.pause_mode,
+                "in_flight_at_pause": self.in_flight_at_pause,
+                "retracted_at_pause": self.retracted_at_pause,
+                "tokens_at_pause": self.tokens_at_pause,
+                "swept_epoch": self.swept_epoch,
+                "swept_tokens": self.swept_tokens,
+                "tree_full_evictable": sum(self.tree.values()),
+                "tree_full_protected": 0,
+                "tree_swa_evictable": 0,
+                "tree_swa_protected": 0,
+                "full_free": CAPACITY - used - sum(self.tree.values()),
+                "full_capacity": CAPACITY,
+                "swa_free": 0,
+                "swa_capacity": 0,
+                "request_rows_free": ROWS - len(holding),
+                "request_rows_capacity": ROWS,
+                "requests_holding_kv": len(holding),
+                "waiting": len(self.requests) - len(holding),
+                "running": 0 if self.pause_mode == "retract" else len(holding),
+                "chunked": 0,
+                "result_queue": 0,
+            },
+        }
+
+
+def spans(versions: list[str]) -> list[dict[str, Any]]:
+    """Runs of one version, as wire.Span JSON."""
+    runs: list[dict[str, Any]] = []
+    for position, version in enumerate(versions):
+        if runs and runs[-1]["version"] == version:
+            runs[-1]["end"] = position + 1
+        else:
+            runs.append({"version": version, "start": position, "end": position + 1})
+    return runs
