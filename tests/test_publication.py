@@ -107,6 +107,7 @@ class _Tap(list):
 
 
 # One engine of two misbehaves; the other must go on. (path, faults, the step that is blamed)
+# A load that lies is not among them: only an audit can tell (docs/publication.md).
 FAULTS = [
     ("/pause_generation", ["refuse"], "pause"),
     ("/pause_generation", ["lie"], "flush"),  # it says 200 and isn't paused: its evidence tells
@@ -117,7 +118,6 @@ FAULTS = [
     ("/flush_cache", ["refuse"] * 100, "flush"),
     ("/flush_cache", ["die"], "flush"),
     ("/update_weights_from_disk", ["refuse"], "load"),
-    ("/update_weights_from_disk", ["lie"], "label"),  # no rank reports a new epoch... unless the label bumps it
     ("/update_weights_from_disk", ["hang_before"], "load"),
     ("/update_weights_from_disk", ["drop_after"], "load"),
     ("/update_weights_from_disk", ["die"], "load"),
@@ -127,7 +127,6 @@ FAULTS = [
     ("/continue_generation", ["refuse"] * 3, "resume"),
     ("/continue_generation", ["die"], "resume"),
 ]
-FAULTS.remove(("/update_weights_from_disk", ["lie"], "label"))  # only an audit can tell: see docs/publication.md
 
 
 @pytest.mark.parametrize(("path", "faults", "step"), FAULTS, ids=lambda v: str(v)[:30])
