@@ -69,6 +69,7 @@ class HttpChannel:
             try:
                 connection.writer.write(head.encode() + b"\r\n" + (body or b""))
                 message = await read_message(connection.reader, until_eof=True)
+                status = int(message.first_line.split(" ")[1])
             except BaseException as error:
                 connection.close()
                 if isinstance(error, EOFError | ValueError | OSError):
@@ -78,7 +79,7 @@ class HttpChannel:
             connection.close()
         else:
             self._idle.append(connection._replace(idle_since=time.monotonic()))
-        return Response(int(message.first_line.split(" ", 2)[1]), message.body)
+        return Response(status, message.body)
 
     async def _connection(self) -> _Connection:
         while self._idle:
@@ -111,12 +112,14 @@ async def read_message(reader: asyncio.StreamReader, *, until_eof: bool) -> Mess
     except asyncio.LimitOverrunError as error:
         raise ValueError(f"more than {MAX_HEAD} bytes of headers") from error
     first_line, *lines = head[:-4].split("\r\n")
+    if "HTTP/1." not in first_line or first_line.count(" ") < 1:
+        raise ValueError(f"not HTTP/1.1: {first_line[:80]!r}")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if "content-length" in headers:
         return Message(first_line, headers, await reader.readexactly(int(headers["content-length"])))
     if "chunked" in headers.get("transfer-encoding", "").lower():
         return Message(first_line, headers, await _read_chunks(reader))
-    bodiless = not until_eof or first_line.split(" ", 2)[1] in ("204", "304")
+    bodiless = not until_eof or first_line.split(" ")[1] in ("204", "304")
     return Message(first_line, headers, b"" if bodiless else await reader.read())
 
 
