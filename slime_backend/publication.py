@@ -8,7 +8,7 @@
     flush + verify      after a retracting pause: each engine, each data-parallel rank, by its scheduler's own counts
     load                the transport moves the bytes; no label yet. Scoped entries are swept as the load begins
     label + confirm     once every surviving engine has loaded: name the version, read it and the sweep's evidence back
-    resume              always, in `finally`, also after an unknown outcome
+    resume + verify     always, in `finally`, also after an unknown outcome
 
 Anything but a positive confirmation counts as a refusal. An engine that isn't confirmed at the new version is retired
 from routing and named; the others go on. All steps run on all engines at once and have deadlines.
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_swept
+from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_running, why_not_swept
 from slime_backend.fleet import Fleet, Member
 from slime_backend.policy import Policy
 from slime_backend.transports import Transport, TransportError
@@ -284,11 +284,16 @@ async def _resume_all(
         for attempt in range(RESUME_TRIES):
             try:
                 await target.client.resume()
-                break
-            except EngineError:  # refused or unknown: a second resume is harmless, a paused engine isn't
+                answered = _ms(started)
+                # Like a pause, a resume is passed on without an acknowledgement: 200 from a dead scheduler, too.
+                reasons = why_not_running(target.before, await target.client.reports())
+                if not reasons:
+                    target.outcome.paused_ms = answered
+                    return
+                raise NotConfirmed(target.member.name, "; ".join(reasons))
+            except (EngineError, NotConfirmed):  # a second resume is harmless, a paused engine isn't
                 if attempt == RESUME_TRIES - 1:
                     raise
-        target.outcome.paused_ms = _ms(started)
 
     already_failed = {id(t): (t.outcome.failed_step, t.outcome.reason) for t in targets if t.outcome.reason}
     resumed = await _on_all(targets, "resume", resume)

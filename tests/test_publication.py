@@ -125,6 +125,7 @@ FAULTS = [
     ("/update_weight_version", ["lie"], "label"),
     ("/update_weight_version", ["drop_after"], "label"),
     ("/continue_generation", ["refuse"] * 3, "resume"),
+    ("/continue_generation", ["lie"] * 3, "resume"),  # the scheduler may have died behind a server that says 200
     ("/continue_generation", ["die"], "resume"),
 ]
 
@@ -165,6 +166,7 @@ def test_one_engine_fails_and_is_retired_the_other_goes_on(run_async, path, faul
         ("/continue_generation", ["refuse"]),
         ("/continue_generation", ["drop_after"]),
         ("/continue_generation", ["drop_before"]),
+        ("/continue_generation", ["lie"]),
     ],
     ids=str,
 )
