@@ -55,6 +55,7 @@ class HttpChannel:
         except ValueError:  # not a number; `request` says it
             self._port = 0
         self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
 
     async def request(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Response:
         """One exchange. Raises TimeoutError at the deadline, ConnectionError where the connection fails or breaks.
@@ -66,6 +67,7 @@ class HttpChannel:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n"
         async with asyncio.timeout(deadline_s):
             connection = await self._connection()
+            self._busy.add(connection)
             try:
                 connection.writer.write(head.encode() + b"\r\n" + (body or b""))
                 message = await read_message(connection.reader, until_eof=True)
@@ -75,6 +77,8 @@ class HttpChannel:
                 if isinstance(error, EOFError | ValueError | OSError):
                     raise ConnectionError(f"the connection broke ({type(error).__name__}: {error})") from error
                 raise
+            finally:
+                self._busy.discard(connection)
         if connection.reader.at_eof() or message.headers.get("connection", "").lower() == "close":
             connection.close()
         else:
@@ -98,8 +102,10 @@ class HttpChannel:
         return _Connection(reader, writer, time.monotonic())
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        """Close every connection; what is under way fails with ConnectionError."""
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+        self._idle.clear()
 
 
 async def read_message(reader: asyncio.StreamReader, *, until_eof: bool) -> Message:

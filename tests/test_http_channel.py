@@ -130,3 +130,17 @@ def test_a_connection_that_the_server_closed_is_not_used_again(run_async):
 
     run_async(scenario())
     assert server.connections == 2
+
+
+def test_closing_breaks_what_is_under_way(run_async):
+    async def scenario():
+        async with RawServer() as server:
+            channel = HttpChannel(server.url)
+            waiting = asyncio.create_task(channel.request("GET", "/slow", None, 30.0))
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            channel.close()
+            with pytest.raises(ConnectionError, match="broke"):
+                await waiting
+
+    run_async(scenario(), 5)

@@ -39,17 +39,17 @@ class HttpServer:
         if self._server is None:
             return
         self._server.close()
+        self._server = None
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
         try:
-            while not reader.at_eof():
+            while self._server is not None:  # also for a connection that was accepted while it stopped
                 message = await read_message(reader, until_eof=False)
                 path = message.first_line.split(" ", 2)[1]
                 reply = await self._handler(path, json.loads(message.body or b"{}"))
