@@ -26,7 +26,7 @@ from tests.helpers import body, difference, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]
 
-DEADLINES = Deadlines(pause=5.0, flush=5.0, load=20.0, control=5.0, generate=120.0)
+DEADLINES = Deadlines(pause=20.0, flush=20.0, load=30.0, control=20.0, generate=120.0)
 PHASES = {
     "look": "/server_info",
     "pause": "/pause_generation",
@@ -47,7 +47,7 @@ class KillingClient(EngineClient):
         if path == self.deadly:
             self.deadly = ""
             os.kill(self.scheduler.pid, signal.SIGKILL)
-            psutil.wait_procs([self.scheduler], timeout=10)
+            await asyncio.to_thread(psutil.wait_procs, [self.scheduler], 10)
         return await super().call(method, path, **kwargs)
 
 
