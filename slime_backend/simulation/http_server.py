@@ -60,6 +60,8 @@ class HttpServer:
                 writer.write(b"HTTP/1.1 %d \r\nContent-Length: %d\r\n\r\n" % (reply.status, len(content)) + content)
         except (EOFError, OSError):  # the client has gone
             pass
+        except asyncio.CancelledError:  # by `stop`; asyncio's streams would log it as an error (Python 3.11)
+            pass
         finally:
             self._connections.discard(task)
             writer.transport.abort()
