@@ -217,10 +217,11 @@ async def publish(fleet: Fleet, transport: Transport, version: str) -> Publicati
         try:
             confirmed = await _transact(looked, fleet.policy, transport, version, report)
         finally:
+            _retire_suspects(fleet, targets, confirmed, report)
             # Shielded: a cancelled publication (Ctrl-C) must still resume what it paused.
             confirmed = await asyncio.shield(_resume_all(targets, confirmed, version, started))
             report.wall_ms = _ms(started)
-            _settle(fleet, targets, confirmed, version, report)
+            _settle(fleet, targets, confirmed, report)
         if report.state == "failed":
             raise PublicationError(report)
         return report
@@ -270,6 +271,26 @@ async def _transact(
     return labelled
 
 
+def _retire_suspects(
+    fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], report: PublicationReport
+) -> None:
+    """Retire the engines whose weights are unknown, before they resume.
+
+    Afterwards would be too late: a request that reached such an engine in between could be answered by the new weights
+    under the old label.
+    """
+    for target in targets:
+        if target.touched and target not in confirmed:
+            fleet.suspects |= {r.instance_id for r in target.before}
+            fleet.retire(target.member, _blame(target.outcome, report))
+
+
+def _blame(outcome: EngineOutcome, report: PublicationReport) -> str:
+    outcome.failed_step = outcome.failed_step or report.state
+    outcome.reason = outcome.reason or "the publication was cancelled"
+    return f"not confirmed at {report.version}: {outcome.failed_step}: {outcome.reason}"
+
+
 async def _resume_all(
     targets: Sequence[_Target], confirmed: Sequence[_Target], version: str, started: float
 ) -> list[_Target]:
@@ -303,30 +324,23 @@ async def _resume_all(
     return [t for t in confirmed if t in resumed]
 
 
-def _settle(
-    fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], version: str, report: PublicationReport
-) -> None:
+def _settle(fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], report: PublicationReport) -> None:
     """Write the outcome into the fleet: who is at the new version, who is retired and why.
 
     Where no engine reached the new version, the fleet stays at the old one, and so do the engines whose weights were
     not touched and that resumed.
     """
     for target in targets:
-        outcome = target.outcome
-        processes = {report.instance_id for report in target.before}
         if target in confirmed:
-            outcome.confirmed = True
-            fleet.suspects -= processes
+            target.outcome.confirmed = True
+            fleet.suspects -= {r.instance_id for r in target.before}
             continue
-        if target.touched:
-            fleet.suspects |= processes
-        outcome.failed_step = outcome.failed_step or report.state
-        outcome.reason = outcome.reason or "the publication was cancelled"
-        if confirmed or target.touched or outcome.paused_ms is None:
-            fleet.retire(target.member, f"not confirmed at {version}: {outcome.failed_step}: {outcome.reason}")
+        why = _blame(target.outcome, report)
+        if confirmed or target.touched or target.outcome.paused_ms is None:
+            fleet.retire(target.member, why)
     if confirmed:
         report.state = "resumed"
-        fleet.move_to(version, [t.member for t in confirmed])
+        fleet.move_to(report.version, [t.member for t in confirmed])
     else:
         report.state = "failed"
 

@@ -491,3 +491,26 @@ def test_a_rival_controller_is_noticed_before_anything_is_labelled(run_async):
     assert "another publisher is at work" in str(results[0])
     assert not paused
     assert label == loaded == "v0"
+
+
+def test_an_engine_of_unknown_weights_is_retired_before_it_resumes(run_async):
+    """It runs the new weights under the old label: not even the first request after its resume may be answered."""
+
+    async def scenario():
+        async with fake_fleet(1) as (fleet, engines):
+            engines[0].faults["/update_weight_version"] = ["refuse"] * 2  # the label, and taking the old one back
+            client = fleet.members["engine0"].client
+            resume, asked = client.resume, []
+
+            async def resume_and_ask():
+                await resume()
+                with pytest.raises(FleetError, match="label"):
+                    await generate(fleet, request(2))
+                asked.append((engines[0].loaded, engines[0].label, engines[0].paused))
+
+            client.resume = resume_and_ask
+            with pytest.raises(PublicationError):
+                await publish(fleet, NameTransport(), "v1")
+            return asked
+
+    assert run_async(scenario()) == [("v1", "v0", False)]
