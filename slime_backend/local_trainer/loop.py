@@ -34,6 +34,7 @@ from slime_backend.local_trainer.memory import PeakMemory
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
 from slime_backend.provenance.audit import AuditResult, audit_run
+from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.summary import prefix_figures, write_summary
@@ -226,6 +227,7 @@ class _Run:
             "lag_max": max(lag_of),
             "mixed_share": sum(r.mixed for r in records) / len(records),
             "retracted_share": sum(r.retractions > 0 for r in records) / len(records),
+            "classes": count_classes(r.rollout_class for r in records),
             "receipts": [r.receipt for r in records],
         }
         self.steps_file.append(row)
@@ -238,6 +240,7 @@ class _Run:
                 "version_lag_max": row["lag_max"],
                 "mixed_share": row["mixed_share"],
                 "retracted_share": row["retracted_share"],
+                **{f"class_{name}": count for name, count in row["classes"].items()},
                 "prefix_hit_rate": prefix_figures(records)["prefix_hit_rate_within_version"],
                 "resubmitted": self.worker.counts.resubmitted,
             },

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from slime_backend.provenance import classes
 from slime_backend.provenance.errors import RecordError
 from slime_backend.wire import (
     KV_PROVENANCE_KEY,
@@ -39,6 +40,7 @@ class RolloutRecord:
     submitted_at: float  # seconds since the epoch
     finished_at: float
     attempts: int = 1  # times the request was sent until an engine in good standing answered it
+    session: str = ""  # what belongs together: a conversation of several requests, or the group of the local trainer
 
     @classmethod
     def from_answer(
@@ -54,10 +56,12 @@ class RolloutRecord:
         reward: float,
         submitted_at: float,
         attempts: int = 1,
+        session: str | None = None,
     ) -> RolloutRecord:
         """Build a record from SGLang's /generate answer (with `return_logprob`) of an engine with our plugin.
 
-        Raises RecordError where the answer lacks provenance, or has a different number of log-probs than tokens.
+        Without a `session` its group is taken for one. Raises RecordError where the answer lacks provenance, or has a
+        different number of log-probs than tokens.
         """
         meta = answer["meta_info"]
         try:
@@ -90,6 +94,7 @@ class RolloutRecord:
             submitted_at,
             time.time(),
             attempts,
+            group if session is None else session,
         )
 
     @property
@@ -103,25 +108,36 @@ class RolloutRecord:
         return max(0, len(self.prefills) - 1)
 
     @property
+    def rollout_class(self) -> classes.RolloutClass:
+        """One of `classes.CLASSES`, the strongest trait; written to the file as `class`, never read from it."""
+        return classes.classify(self.spans, self.segments, self.prefills)
+
+    @property
+    def traits(self) -> tuple[classes.RolloutClass, ...]:
+        """Every class whose description fits, weakest first."""
+        return classes.traits(self.spans, self.segments, self.prefills)
+
+    @property
     def mixed(self) -> bool:
         """Sampled by more than one version."""
-        return len(self.versions) > 1
+        return classes.is_mixed(self.spans)
 
     @property
     def carried(self) -> bool:
-        """Some token was sampled over KV that an older version had computed."""
-        return any(span.version != segment.version for segment in self.segments for span in segment.context)
+        """Some token was sampled over KV that another version had computed."""
+        return classes.is_carried(self.segments)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "class": self.rollout_class}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RolloutRecord:
         names = {f.name for f in fields(cls)}
-        missing = names - set(data) - {"attempts"}
+        missing = names - set(data) - {"attempts", "session"}
         if missing:
             raise RecordError(f"a stored rollout lacks {', '.join(sorted(missing))}")
         values = {k: v for k, v in data.items() if k in names}
+        values.setdefault("session", data["group"])
         for name in ("prompt_ids", "output_ids", "logprobs"):
             values[name] = tuple(values[name])
         values["spans"] = tuple(Span.from_json(s) for s in data["spans"])

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
 
@@ -44,7 +45,9 @@ def summarise(run_dir: Path) -> dict[str, Any]:
         "rollouts_lost": len(set(submitted) - set(completed)),
         "rollouts_doubled": len(completed) - len(set(completed)),
         "rollouts_aborted": sum(r.finish_reason == "abort" for r in records),
+        "rollout_classes": count_classes(r.rollout_class for r in records),  # adds up to rollouts_completed
         "rollouts_mixed": sum(r.mixed for r in records),
+        "rollouts_carried": sum(r.carried for r in records),
         "rollouts_retracted": sum(r.retractions > 0 for r in records),
         "reward_first3": _mean(rewards[:3]),
         "reward_last3": _mean(rewards[-3:]),
