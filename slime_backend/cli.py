@@ -64,9 +64,17 @@ def train(
     config: Config,
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="go on with this run")] = None,
+    max_version_lag: Annotated[
+        int | None, typer.Option(metavar="N", help="publications that may lie between sampling and training")
+    ] = None,
+    staleness: Annotated[
+        str | None, typer.Option(metavar="POLICY", help="beyond that: drop, mask_tokens or correct (default)")
+    ] = None,
 ) -> None:
     """Asynchronous GRPO on this machine: a local trainer, live engines, a publication at every step, an audit."""
-    settings = _load(config, overrides)
+    flags = {"max_version_lag": max_version_lag, "staleness": staleness}
+    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    settings = _load(config, [*(overrides or ()), *given])
     from slime_backend.local_trainer.console import console_reporter, print_summary
     from slime_backend.local_trainer.loop import choose_run_dir
     from slime_backend.local_trainer.loop import train as run
@@ -249,7 +257,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     from slime_backend.engine_process import EngineStartError, PortOccupiedError
     from slime_backend.fleet import FleetError
     from slime_backend.policy import PolicyError
-    from slime_backend.provenance.errors import AuditError, RecordError
+    from slime_backend.provenance.errors import AuditError, LedgerError, RecordError, StalenessError
     from slime_backend.publication import PublicationError
     from slime_backend.runs import RunError
 
@@ -261,7 +269,9 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
         FleetError,
         PublicationError,
         AuditError,
+        LedgerError,
         RecordError,
+        StalenessError,
         RunError,
         OSError,
     )

@@ -34,6 +34,9 @@ def test_help_names_the_commands():
         (["train", "configs/cpu_tiny.yaml", "--set", "stesp=3"], "unknown key 'stesp'; did you mean 'steps'?"),
         (["train", "configs/cpu_tiny.yaml", "--set", "layout=colocated"], "the local trainer is disjoint"),
         (["up", "configs/cpu_tiny.yaml", "--set", "ports=[1]"], "ports lists 1 ports for engines=2"),
+        (["train", "configs/cpu_tiny.yaml", "--staleness", "drop"], "give max_version_lag as well"),
+        (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "-1"], "max_version_lag=-1"),
+        (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "x"], "valid integer"),
         (["audit", "no/such/run"], "no run directory no/such/run"),
     ],
 )

@@ -76,8 +76,8 @@ class RolloutWorker:
             groups.append(item)
         return groups
 
-    def trained(self, groups: int) -> None:
-        """Free the places of groups that were trained on.
+    def release(self, groups: int) -> None:
+        """Free the places of groups that were trained on or dropped.
 
         Called before the publication: those that start now are in flight when the engines pause, and go on with the
         new weights.

@@ -7,6 +7,8 @@ a clean one.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ def summarise(run_dir: Path) -> dict[str, Any]:
         "reward_last3": _mean(rewards[-3:]),
         "version_lag_mean": _mean([s["lag_mean"] for s in steps]),
         "version_lag_max": max([s["lag_max"] for s in steps], default=0),
+        "staleness": _added(s.get("staleness", {}) for s in steps),
         **prefix_figures(records),
     }
 
@@ -84,6 +87,14 @@ def write_summary(run_dir: Path, extra: dict[str, Any]) -> dict[str, Any]:
     partial.write_text(json.dumps(summary, indent=2) + "\n")
     partial.rename(run_dir / "summary.json")
     return summary
+
+
+def _added(rows: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of each key."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update(row)
+    return dict(total)
 
 
 def _mean(values: list[float]) -> float | None:

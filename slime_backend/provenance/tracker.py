@@ -98,8 +98,12 @@ class Tracker:
     def finish(self, summary: Mapping[str, Any]) -> None:
         def close() -> None:
             self._run.log({"rollouts": self._table})
-            classes = {f"rollout_class/{name}": count for name, count in summary.get("rollout_classes", {}).items()}
-            for key, value in {**summary, **classes}.items():
+            counts = {
+                f"{family}/{name}": count
+                for family, key in (("rollout_class", "rollout_classes"), ("staleness", "staleness"))
+                for name, count in summary.get(key, {}).items()
+            }
+            for key, value in {**summary, **counts}.items():
                 if isinstance(value, int | float | str | bool):
                     self._run.summary[key] = value
             self._run.finish()

@@ -25,3 +25,23 @@ def test_a_run_without_rollouts_has_a_summary(tmp_path):
     summary = summarise(tmp_path)
     assert summary["rollouts_completed"] == 0
     assert set(summary["rollout_classes"].values()) == {0}
+
+
+def test_staleness_is_added_up_over_steps(tmp_path):
+    steps = [
+        {
+            "reward_mean": 0.1,
+            "lag_mean": 1.0,
+            "lag_max": 2,
+            "staleness": {"drop_lag_over_bound": 2, "tokens_masked": 0},
+        },
+        {
+            "reward_mean": 0.3,
+            "lag_mean": 0.0,
+            "lag_max": 0,
+            "staleness": {"drop_lag_over_bound": 1, "tokens_masked": 7},
+        },
+        {"reward_mean": 0.3, "lag_mean": 0.0, "lag_max": 0},  # a step of a run from before decisions were counted
+    ]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    assert summarise(tmp_path)["staleness"] == {"drop_lag_over_bound": 3, "tokens_masked": 7}
