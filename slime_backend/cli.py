@@ -1,4 +1,4 @@
-"""`reef-slime`: train, up, audit, publish, doctor.
+"""`reef-slime`: train, up, audit, rollouts, publish, doctor.
 
 Exit codes: 0 done, 1 something failed (or an audit found a violation), 2 the command or its configuration is wrong,
 130 interrupted. Every failure is one line on standard error. Heavy imports happen inside the commands,
@@ -144,6 +144,31 @@ def audit(
         )
     if not result.passed:
         raise typer.Exit(1)
+
+
+@app.command()
+def rollouts(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
+    receipt: Annotated[str | None, typer.Option(help="a receipt, or how it begins; one rollout is drawn")] = None,
+    session: Annotated[str | None, typer.Option(help="a session; in the local trainer a group, e.g. g00012")] = None,
+    version: Annotated[str | None, typer.Option(help="a version that sampled some of its tokens")] = None,
+    rollout_class: Annotated[
+        str | None, typer.Option("--class", metavar="CLASS", help="pure, recomputed, mixed or carried")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="how many to show; default 20, as JSON all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON line per rollout, with tokens")] = False,
+) -> None:
+    """Look up rollouts in the ledger of a run, also while it is running. Exit code 1 if none matches."""
+    from slime_backend.cli_rollouts import show_rollouts
+    from slime_backend.provenance.classes import CLASSES
+    from slime_backend.provenance.ledger_index import Query
+
+    if not run_dir.is_dir():
+        _fail(f"no run directory {run_dir}", code=2)
+    if rollout_class is not None and rollout_class not in CLASSES:
+        _fail(f"--class {rollout_class} is unknown; there are {', '.join(CLASSES)}", code=2)
+    if not show_rollouts(run_dir, Query(receipt, session, version, rollout_class), limit, as_json):
+        _fail(f"no rollout in {run_dir} matches")
 
 
 Engines = Annotated[list[str], typer.Option("--engine", metavar="URL", help="an engine's base URL; repeat for more")]

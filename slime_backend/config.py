@@ -66,6 +66,7 @@ class RunConfig(BaseModel):
     ratio_high: float = Field(5.0, ge=1, description="or over this")
     trainer_threads: int = Field(1, ge=1)
 
+    rollouts_segment_mib: float = Field(16, gt=0, description="of rollouts.jsonl, before it becomes a Parquet segment")
     audit_rollouts: int = Field(240, ge=0, description="rollouts to audit at the end; 0: none")
     audit_tolerance: float = Field(1e-4, gt=0)
     wandb: Literal["offline", "online", "disabled"] = "offline"

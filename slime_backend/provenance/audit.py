@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from slime_backend.provenance.errors import AuditError
-from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.segments import read_rollouts
 from slime_backend.wire import KvSegment
 
 TOLERANCE = 1e-4  # |difference of log-prob|, fp32
@@ -74,12 +74,12 @@ def audit_run(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> AuditResult:
-    """Audit a run directory: `rollouts.jsonl` against `weights/<version>`.
+    """Audit a run directory: its ledger against `weights/<version>`.
 
     `rollouts`: how many to check; those that lived through a publication first, then a random sample (None: all).
     Raises AuditError where nothing was recorded.
     """
-    records = [RolloutRecord.from_json(r) for r in read_jsonl(run_dir / "rollouts.jsonl")]
+    records = [RolloutRecord.from_json(r) for r in read_rollouts(run_dir)]
     if not records:
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
     result = AuditResult(recorded=len(records), tolerance=tolerance)

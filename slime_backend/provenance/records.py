@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from slime_backend.provenance import classes
@@ -128,7 +128,18 @@ class RolloutRecord:
         return classes.is_carried(self.segments)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "class": self.rollout_class}
+        """Written out by hand: `asdict` copies thousands of token ids one by one, and this is once per rollout."""
+        data = {name: getattr(self, name) for name in _PLAIN}
+        data["spans"] = [_span(s) for s in self.spans]
+        data["segments"] = [
+            {"start": s.start, "end": s.end, "version": s.version, "context": [_span(c) for c in s.context]}
+            for s in self.segments
+        ]
+        data["prefills"] = [
+            {"epoch": p.epoch, "order": p.order, "version": p.version, "cached": p.cached, "total": p.total}
+            for p in self.prefills
+        ]
+        return {**data, "class": self.rollout_class}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RolloutRecord:
@@ -144,3 +155,10 @@ class RolloutRecord:
         values["segments"] = tuple(KvSegment.from_json(s) for s in data["segments"])
         values["prefills"] = tuple(Prefill.from_json(p) for p in data["prefills"])
         return cls(**values)
+
+
+def _span(span: Span) -> dict[str, Any]:
+    return {"version": span.version, "start": span.start, "end": span.end}
+
+
+_PLAIN = tuple(f.name for f in fields(RolloutRecord) if f.name not in ("spans", "segments", "prefills"))

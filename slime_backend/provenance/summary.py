@@ -15,12 +15,13 @@ from typing import Any
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.segments import read_rollouts
 
 
 def summarise(run_dir: Path) -> dict[str, Any]:
-    """The figures of `submitted.jsonl`, `rollouts.jsonl`, `publications.jsonl` and `steps.jsonl`."""
+    """The figures of `submitted.jsonl`, the ledger, `publications.jsonl` and `steps.jsonl`."""
     submitted = [row["receipt"] for row in read_jsonl(run_dir / "submitted.jsonl")]
-    records = [RolloutRecord.from_json(row) for row in read_jsonl(run_dir / "rollouts.jsonl")]
+    records = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir)]
     publications = list(read_jsonl(run_dir / "publications.jsonl"))
     steps = list(read_jsonl(run_dir / "steps.jsonl"))
     completed = [r.receipt for r in records]

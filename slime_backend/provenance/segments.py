@@ -1,0 +1,60 @@
+"""The files that a run's rollouts lie in, oldest first.
+
+    rollouts/000000.parquet   a sealed segment
+    rollouts/_000001.jsonl    sealed, not turned into Parquet yet (a kill came in between; the next writer does it)
+    rollouts.jsonl            the active segment; its number is the next one
+
+Whatever else is in `rollouts/` bears a leading underscore, which readers of Parquet directories pass over.
+
+A segment keeps its number when it is sealed and when it changes its format, and its rows keep their order, so whoever
+has noted (segment, row) never has to note it again. Most runs have the active segment only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slime_backend.provenance.jsonl import read_jsonl
+
+ACTIVE = "rollouts.jsonl"
+FOLDER = "rollouts"
+PARTIAL = ".partial"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    number: int
+    path: Path
+    kind: Literal["jsonl", "parquet"]
+    sealed: bool
+
+
+def sealed_path(run_dir: Path, number: int, kind: str) -> Path:
+    return run_dir / FOLDER / (f"{number:06d}.parquet" if kind == "parquet" else f"_{number:06d}.jsonl")
+
+
+def list_segments(run_dir: Path) -> list[Segment]:
+    """All segments in order; the active one is last, whether its file is there yet or not."""
+    found: dict[int, Segment] = {}
+    # A Parquet file is complete, so it wins over the lines that it was made from.
+    for kind, pattern in (("jsonl", "_[0-9]*.jsonl"), ("parquet", "[0-9]*.parquet")):
+        for path in (run_dir / FOLDER).glob(pattern):
+            number = path.stem.removeprefix("_")
+            if number.isdigit():
+                found[int(number)] = Segment(int(number), path, kind, True)  # type: ignore[arg-type]
+    active = Segment(max(found, default=-1) + 1, run_dir / ACTIVE, "jsonl", False)
+    return [*(found[number] for number in sorted(found)), active]
+
+
+def read_rollouts(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Every complete record of a run, oldest first. A run without rollouts has none; a torn last line is left out."""
+    for segment in list_segments(run_dir):
+        if segment.kind == "jsonl":
+            yield from read_jsonl(segment.path)
+        else:
+            from slime_backend.provenance.parquet import read_rows
+
+            yield from read_rows(segment.path)
