@@ -13,5 +13,9 @@ class LedgerError(RuntimeError):
     """The ledger can't be opened or asked; the message says why and what to do."""
 
 
+class ConversionError(RuntimeError):
+    """A segment's lines could not be turned into Parquet; nothing was changed."""
+
+
 class AuditError(RuntimeError):
     """The run can't be audited; the message says what is missing."""

@@ -21,12 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from slime_backend.provenance.errors import LedgerError
+from slime_backend.provenance.errors import ConversionError, LedgerError
 from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.ledger_catch_up import lock_ledger, open_index
 from slime_backend.provenance.ledger_index import Entry, LedgerIndex
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import ACTIVE, FOLDER, PARTIAL, list_segments, sealed_path
+from slime_backend.provenance.segments import ACTIVE, FOLDER, PARTIAL, list_segments, parquet_module, sealed_path
 
 log = logging.getLogger(__name__)
 
@@ -101,12 +101,10 @@ class Ledger:
 
     def _convert(self, number: int) -> None:
         """Turn a sealed segment into Parquet. Where that fails its lines stay, and stay readable."""
-        from slime_backend.provenance.parquet import ConversionError, convert
-
         lines, parquet = (sealed_path(self.run_dir, number, kind) for kind in ("jsonl", "parquet"))
         try:
-            rows = convert(lines, parquet)
-        except ConversionError as error:
+            rows = parquet_module().convert(lines, parquet)
+        except (ConversionError, LedgerError) as error:
             self._note(f"segment {number} stays JSON lines: {error}")
             return
         size = parquet.stat().st_size

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slime_backend.provenance.ledger_index import Entry, LedgerIndex, index_path, remove_index
-from slime_backend.provenance.segments import FOLDER, Segment, list_segments
+from slime_backend.provenance.segments import FOLDER, Segment, list_segments, parquet_module
 
 BATCH = 2000  # rows per transaction
 PAUSE_S = 0.05
@@ -143,7 +143,5 @@ def _lines_from(path: Path, offset: int, row: int) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    from slime_backend.provenance.parquet import read_rows
-
-    for row, data in enumerate(read_rows(path, without_tokens=True)):
+    for row, data in enumerate(parquet_module().read_rows(path, without_tokens=True)):
         yield row, None, Entry.of(data)

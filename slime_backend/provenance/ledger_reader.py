@@ -15,7 +15,7 @@ from slime_backend.provenance.errors import LedgerError
 from slime_backend.provenance.ledger_catch_up import catch_up, is_current, lock_ledger, open_index
 from slime_backend.provenance.ledger_index import LedgerIndex, Place, Query, index_path
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import ACTIVE, list_segments, sealed_path
+from slime_backend.provenance.segments import ACTIVE, list_segments, parquet_module, sealed_path
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +94,7 @@ class LedgerReader:
         if not path.exists():
             raise FileNotFoundError(path)
         if self._rows is None:
-            from slime_backend.provenance.parquet import RowReader
-
-            self._rows = RowReader()
+            self._rows = parquet_module().RowReader()
         found: dict[str, Any] = self._rows.read(path, place.row)
         return found
 

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
+from slime_backend.provenance.errors import ConversionError
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.segments import PARTIAL
 
@@ -70,10 +71,6 @@ _TOKENS = ("prompt_ids", "output_ids", "logprobs")
 _DERIVED = ("versions", "extra")
 _STORED = pa.schema([field for field in SCHEMA if field.name not in _DERIVED])
 _STATISTICS = ["receipt", "group", "session", "engine", "class", "reward", "submitted_at"]  # the others only cost
-
-
-class ConversionError(RuntimeError):
-    """The lines could not be turned into Parquet; nothing was changed."""
 
 
 def convert(lines: Path, parquet: Path) -> int:

@@ -12,11 +12,14 @@ has noted (segment, row) never has to note it again. Most runs have the active s
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
+from slime_backend.provenance.errors import LedgerError
 from slime_backend.provenance.jsonl import read_jsonl
 
 ACTIVE = "rollouts.jsonl"
@@ -55,6 +58,15 @@ def read_rollouts(run_dir: Path) -> Iterator[dict[str, Any]]:
         if segment.kind == "jsonl":
             yield from read_jsonl(segment.path)
         else:
-            from slime_backend.provenance.parquet import read_rows
+            yield from parquet_module().read_rows(segment.path)
 
-            yield from read_rows(segment.path)
+
+def parquet_module() -> ModuleType:
+    """`provenance.parquet`, imported where a segment is Parquet: small runs do without pyarrow.
+
+    Raises LedgerError without it.
+    """
+    try:
+        return importlib.import_module("slime_backend.provenance.parquet")
+    except ModuleNotFoundError as error:
+        raise LedgerError(f"older rollouts lie in Parquet files, and {error.name} is not installed") from error

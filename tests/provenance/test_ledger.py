@@ -256,6 +256,18 @@ def test_lines_that_cannot_be_turned_over_stay_and_are_found(tmp_path):
     assert not list((tmp_path / "rollouts").glob("*.partial"))
 
 
+def test_without_pyarrow_segments_stay_lines_and_parquet_is_one_clear_error(tmp_path, monkeypatch):
+    fill(tmp_path / "old", 0, 60, segment_bytes=20_000)
+    name = "slime_backend.provenance.parquet"
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, name)
+    notes = fill(tmp_path / "new", 0, 60, segment_bytes=20_000)
+    assert any("stays JSON lines" in note and "pyarrow is not installed" in note for note in notes)
+    assert found(tmp_path / "new", receipt=receipt(1))[0] == [made(1)]
+    with pytest.raises(LedgerError, match="pyarrow is not installed"):
+        list(read_rollouts(tmp_path / "old"))
+
+
 def test_a_failing_index_does_not_stop_the_recording(tmp_path):
     with Ledger(tmp_path, segment_bytes=SMALL) as ledger:
         ledger.append(made(0))
