@@ -115,11 +115,20 @@ def audit(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
     rollouts: Annotated[int | None, typer.Option(min=1, help="how many to check; default: all")] = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="largest |difference of log-prob| that passes")] = 1e-4,
+    plan: Annotated[bool, typer.Option("--plan", help="only say how many rollouts must be checked, and stop")] = False,
+    probability: Annotated[float, typer.Option(metavar="P", help="of --plan: the chance to find a fault")] = 0.99,
     as_json: AsJson = False,
 ) -> None:
     """Recompute rollouts' log-probs under the versions that they claim, and name each violation."""
     if not run_dir.is_dir():
         _fail(f"no run directory {run_dir}", code=2)
+    if plan:
+        from slime_backend.cli_rollouts import print_plan
+
+        if not 0 < probability < 1:
+            _fail(f"--probability {probability:g} must lie between 0 and 1; certainty means checking all", code=2)
+        print_plan(run_dir, probability, as_json)
+        return
     from slime_backend.local_trainer.console import console_reporter
     from slime_backend.local_trainer.models import load_model
     from slime_backend.provenance.audit import audit_run

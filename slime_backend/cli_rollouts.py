@@ -1,4 +1,4 @@
-"""Behind `reef-slime rollouts`: ask a run's ledger, print a table, one drawing, or JSON lines."""
+"""Behind `reef-slime rollouts` and `reef-slime audit --plan`: what a run's ledger holds, how much of it to check."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from slime_backend.provenance.drawing import draw
+from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.ledger_index import Query
 from slime_backend.provenance.ledger_reader import open_reader
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.sampling import Plan
+from slime_backend.provenance.segments import read_rollouts
 
 DEFAULT_ROWS = 20
+RATES = (10, 100, 1000, 10_000)  # one contaminated rollout in so many
 
 
 def show_rollouts(run_dir: Path, query: Query, limit: int | None, as_json: bool) -> int:
@@ -66,3 +70,27 @@ def _print_one(record: RolloutRecord) -> None:
     }
     lines = [f"{name:<10}{value}" for name, value in facts.items()]
     sys.stdout.write("\n".join([*lines, draw(record)]) + "\n")
+
+
+def print_plan(run_dir: Path, probability: float, as_json: bool) -> None:
+    """How many rollouts an audit of this run must check. Raises AuditError where nothing was recorded."""
+    records = [RolloutRecord.from_json(r) for r in read_rollouts(run_dir)]
+    if not records:
+        raise AuditError(f"{run_dir} has no rollouts to audit")
+    plan = Plan(len(records), sum(r.crossing for r in records), probability)
+    rates = [rate for rate in RATES if rate < plan.recorded] + [plan.recorded]
+    rows = [{"one_in": rate, "rollouts": plan.rollouts(rate)} for rate in rates]
+    if as_json:
+        figures = {"recorded": plan.recorded, "crossing": plan.crossing, "probability": probability}
+        sys.stdout.write(json.dumps({**figures, "plan": rows}) + "\n")
+        return
+    lines = [
+        f"{plan.recorded} rollouts recorded, {plan.crossing} of them lived through a publication",
+        f"to check a contaminated one with probability {probability:g}, if there is",
+        *(
+            f"  {'a single one' if row['one_in'] == plan.recorded else 'one in ' + str(row['one_in']):<14}"
+            f"reef-slime audit {run_dir} --rollouts {row['rollouts']}"
+            for row in rows
+        ),
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")

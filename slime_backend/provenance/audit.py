@@ -94,7 +94,7 @@ def audit_run(
             result.violations.append(found)
         result.rollouts += 1
         result.tokens += len(diffs)
-        result.crossing += record.mixed or record.carried or record.retractions > 0
+        result.crossing += record.crossing
         result.max_abs_logprob_diff = max([result.max_abs_logprob_diff, *diffs])
         total_diff += sum(diffs)
         if progress is not None:
@@ -110,7 +110,7 @@ def choose(records: Sequence[RolloutRecord], count: int | None, seed: int) -> li
         chosen = list(records)
     else:
         rng = random.Random(seed)
-        crossing = [r for r in records if r.mixed or r.carried or r.retractions]
+        crossing = [r for r in records if r.crossing]
         first = rng.sample(crossing, min(len(crossing), count // 2))
         taken = {r.receipt for r in first}
         rest = [r for r in records if r.receipt not in taken]

@@ -127,6 +127,11 @@ class RolloutRecord:
         """Some token was sampled over KV that another version had computed."""
         return classes.is_carried(self.segments)
 
+    @property
+    def crossing(self) -> bool:
+        """It lived through a publication, or was retracted: where a fault would show first."""
+        return self.mixed or self.carried or self.retractions > 0
+
     def to_json(self) -> dict[str, Any]:
         """Written out by hand: `asdict` copies thousands of token ids one by one, and this is once per rollout."""
         data = {name: getattr(self, name) for name in _PLAIN}
