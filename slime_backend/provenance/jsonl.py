@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +51,16 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                log.warning("%s: line %d was cut off and is left out", path, number)
-                return
-            yield json.loads(line)
+        yield from read_lines(file, path)
+
+
+def read_lines(file: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
+    """Every complete record of an open file; `path` is what it is called in a warning."""
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            log.warning("%s: line %d was cut off and is left out", path, number)
+            return
+        yield json.loads(line)
 
 
 def _drop_torn_tail(path: Path) -> int:

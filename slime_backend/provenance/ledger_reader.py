@@ -13,7 +13,7 @@ from typing import Any
 
 from slime_backend.provenance.errors import LedgerError
 from slime_backend.provenance.ledger_catch_up import catch_up, is_current, lock_ledger, open_index
-from slime_backend.provenance.ledger_index import LedgerIndex, Place, Query, index_path
+from slime_backend.provenance.ledger_index import LedgerIndex, Place, Query, index_path, remove_index
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.segments import ACTIVE, list_segments, parquet_module, sealed_path
 
@@ -46,7 +46,7 @@ class LedgerReader:
         except sqlite3.DatabaseError as error:
             self._note(f"the index is damaged ({error})")
             self._index.close()
-            self._index = self._in_memory()
+            self._index = self._made_anew()
             return question(self._index)
 
     def _open_index(self) -> LedgerIndex:
@@ -63,7 +63,7 @@ class LedgerReader:
                 self._note(note)
             return index
         for _ in range(TRIES):  # a segment that was turned over just now isn't noted yet
-            with suppress(sqlite3.Error):
+            with suppress(sqlite3.Error, OSError):
                 index = LedgerIndex(index_path(self.run_dir), read_only=True)
                 if is_current(index, list_segments(self.run_dir)):
                     return index
@@ -71,6 +71,20 @@ class LedgerReader:
             time.sleep(PAUSE_S)
         self._note("the writer's index is behind or can't be read")
         return self._in_memory()
+
+    def _made_anew(self) -> LedgerIndex:
+        """A new index instead of a damaged one: on disk where no writer is at work, else in memory."""
+        lock = None
+        with suppress(OSError):
+            lock = lock_ledger(self.run_dir, 0.0)
+        if lock is None:
+            return self._in_memory()
+        with lock:
+            remove_index(self.run_dir)
+            index, notes = open_index(self.run_dir)
+        for note in notes:
+            self._note(note)
+        return index
 
     def _in_memory(self) -> LedgerIndex:
         index = LedgerIndex(None)
@@ -87,7 +101,10 @@ class LedgerReader:
                     if record["receipt"] == place.receipt:
                         return record
             time.sleep(PAUSE_S)
-        raise LedgerError(f"{self.run_dir}: rollout {place.receipt} isn't where the index says; ask again")
+        raise LedgerError(
+            f"{self.run_dir}: rollout {place.receipt} isn't where the index says; ask again, "
+            f"or remove {index_path(self.run_dir)}, which is rebuilt"
+        )
 
     def _read_parquet(self, place: Place) -> dict[str, Any]:
         path = sealed_path(self.run_dir, place.segment, "parquet")

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from slime_backend.provenance.errors import LedgerError
-from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.provenance.jsonl import read_lines
 
 ACTIVE = "rollouts.jsonl"
 FOLDER = "rollouts"
@@ -53,12 +53,31 @@ def list_segments(run_dir: Path) -> list[Segment]:
 
 
 def read_rollouts(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Every complete record of a run, oldest first. A run without rollouts has none; a torn last line is left out."""
-    for segment in list_segments(run_dir):
-        if segment.kind == "jsonl":
-            yield from read_jsonl(segment.path)
-        else:
+    """Every complete record of a run, oldest first, also while it is written to. A run without rollouts has none; a
+    torn last line is left out.
+
+    A segment may be sealed or turned into Parquet between the look for it and its opening, so each is looked for anew
+    when its turn comes, and what was opened is made sure of.
+    """
+    done = -1
+    while True:
+        segment = next(s for s in list_segments(run_dir) if s.number > done)
+        if segment.kind == "parquet":
             yield from parquet_module().read_rows(segment.path)
+        else:
+            try:
+                file = segment.path.open("rb")
+            except FileNotFoundError:
+                if segment == list_segments(run_dir)[-1]:
+                    return  # nothing written yet
+                continue
+            with file:
+                if not segment.sealed and list_segments(run_dir)[-1].number != segment.number:
+                    continue  # what was opened may be the one after
+                yield from read_lines(file, segment.path)
+                if not segment.sealed:
+                    return
+        done = segment.number
 
 
 def parquet_module() -> ModuleType:

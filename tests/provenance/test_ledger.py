@@ -121,6 +121,42 @@ def test_a_segment_that_is_sealed_under_a_reader_is_still_found(tmp_path):
             assert list(reader.find(Query()))[:30] == [made(i) for i in range(30)]
 
 
+def test_reading_everything_while_segments_are_sealed_leaves_no_gap(tmp_path):
+    with Ledger(tmp_path, segment_bytes=8_000) as ledger:
+        reading, seen = None, []
+        for number in range(150):
+            ledger.append(made(number))
+            if number == 20:
+                reading = read_rollouts(tmp_path)
+            if reading is not None and number % 2:
+                seen.append(next(reading)["receipt"])
+        seen += [r["receipt"] for r in reading]
+    assert seen == [receipt(i) for i in range(len(seen))]
+    assert len(seen) >= 140
+
+
+def test_reading_finds_a_segment_that_was_sealed_as_it_was_about_to_be_opened(tmp_path, monkeypatch):
+    """Each kind of segment is replaced by the next one between the look and the opening."""
+    from slime_backend.provenance import segments
+
+    ledger = Ledger(tmp_path, segment_bytes=10**9)
+    for number in range(20):
+        ledger.append(made(number))
+    listing, looks = segments.list_segments, []
+
+    def list_then_rotate(run_dir):
+        found = listing(run_dir)
+        looks.append(found)
+        if len(looks) == 1:
+            ledger.segment_bytes = 1
+            ledger.append(made(20))
+        return found
+
+    monkeypatch.setattr(segments, "list_segments", list_then_rotate)
+    assert [r["receipt"] for r in segments.read_rollouts(tmp_path)] == [receipt(i) for i in range(21)]
+    ledger.close()
+
+
 # Each takes the index away or makes it lie; the data stay.
 DAMAGE = {
     "missing": lambda path: path.unlink(),
@@ -151,6 +187,7 @@ def test_a_lost_index_is_rebuilt_and_that_is_said(tmp_path, kind, who):
     else:  # damage in pages that opening didn't touch shows when they are asked
         assert kind == "half of it zeroed"
         assert "damaged" in " ".join(later)
+    assert found(tmp_path)[1] == []  # whoever found the damage mended it
 
 
 def test_an_index_that_is_behind_catches_up(tmp_path):
