@@ -28,7 +28,7 @@ test: env
 test-soak: env
 	@REEF_ALL_KINDS=1 REEF_PUBLICATIONS=200 REEF_STATE_STEPS=20000 $(BIN)/python -m pytest $(ARGS) \
 	    tests/test_publication_states.py tests/engine_plugin/test_scope_engine.py tests/test_run_engine.py \
-	    tests/test_doctor_engine.py tests/provenance/test_ledger_kills.py
+	    tests/test_publication_killed.py tests/provenance/test_ledger_kills.py
 
 # The older SGLang wants another torch, so it has an environment of its own.
 test-compat:

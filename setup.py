@@ -17,7 +17,6 @@ setup(
     packages=find_packages(include=["slime_backend", "slime_backend.*", "reef_service", "reef_service.*"]),
     package_data={"slime_backend": ["py.typed"], "reef_service": ["py.typed"]},
     install_requires=[
-        "aiohttp>=3.9",  # control and data calls to the engines
         "pydantic>=2.6",  # one typed configuration object
         "PyYAML>=6",
         "typer>=0.12",

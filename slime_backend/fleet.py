@@ -31,7 +31,7 @@ class EngineUnfit(FleetError):
     """A live engine's own report doesn't fit the policy."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """One engine as the fleet knows it."""
 

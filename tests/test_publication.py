@@ -107,6 +107,7 @@ class _Tap(list):
 
 
 # One engine of two misbehaves; the other must go on. (path, faults, the step that is blamed)
+# A load that lies is not among them: only an audit can tell (docs/publication.md).
 FAULTS = [
     ("/pause_generation", ["refuse"], "pause"),
     ("/pause_generation", ["lie"], "flush"),  # it says 200 and isn't paused: its evidence tells
@@ -117,7 +118,6 @@ FAULTS = [
     ("/flush_cache", ["refuse"] * 100, "flush"),
     ("/flush_cache", ["die"], "flush"),
     ("/update_weights_from_disk", ["refuse"], "load"),
-    ("/update_weights_from_disk", ["lie"], "label"),  # no rank reports a new epoch... unless the label bumps it
     ("/update_weights_from_disk", ["hang_before"], "load"),
     ("/update_weights_from_disk", ["drop_after"], "load"),
     ("/update_weights_from_disk", ["die"], "load"),
@@ -125,9 +125,9 @@ FAULTS = [
     ("/update_weight_version", ["lie"], "label"),
     ("/update_weight_version", ["drop_after"], "label"),
     ("/continue_generation", ["refuse"] * 3, "resume"),
+    ("/continue_generation", ["lie"] * 3, "resume"),  # the scheduler may have died behind a server that says 200
     ("/continue_generation", ["die"], "resume"),
 ]
-FAULTS.remove(("/update_weights_from_disk", ["lie"], "label"))  # only an audit can tell: see docs/publication.md
 
 
 @pytest.mark.parametrize(("path", "faults", "step"), FAULTS, ids=lambda v: str(v)[:30])
@@ -166,6 +166,7 @@ def test_one_engine_fails_and_is_retired_the_other_goes_on(run_async, path, faul
         ("/continue_generation", ["refuse"]),
         ("/continue_generation", ["drop_after"]),
         ("/continue_generation", ["drop_before"]),
+        ("/continue_generation", ["lie"]),
     ],
     ids=str,
 )

@@ -222,7 +222,10 @@ class PublishingFleet(RuleBasedStateMachine):
             if len(self.fleet.routable()) == ENGINES:
                 break
         assert len(self.fleet.routable()) == ENGINES, self.fleet.retired()
-        await asyncio.gather(*self.pending)
+        if self.pending:
+            _, late = await asyncio.wait(self.pending, timeout=40)
+            assert not late, [(e.port, e.dead, e.paused, [len(r.requests) for r in e.ranks]) for e in self.engines]
+        self.requests_have_not_failed()
 
     async def _stop(self):
         for task in self.pending:

@@ -69,6 +69,7 @@ def test_the_main_job_small(tmp_path, models_dir):
     assert list(run.rglob("*rollouts*.table.json"))
 
 
+@pytest.mark.soak
 def test_the_main_job_scoped(tmp_path, models_dir):
     """Nothing is retracted, what is in flight crosses with its KV, and the audit of the carried context holds.
 
@@ -101,7 +102,7 @@ def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_roll
     """The same run with the radix cache on, an in-place pause and no flush: the audit must be able to fail."""
     args = command(
         *("cpu_tiny.yaml", tmp_path, models_dir, *SMALL),
-        *("name=unsafe", "disjoint_prefix_sharing=unsafe", "audit_rollouts=120", "wandb=disabled"),
+        *("name=unsafe", "disjoint_prefix_sharing=unsafe", "engines=1", "audit_rollouts=60", "wandb=disabled"),
     )
     done = finish(args)
     assert done.returncode == 1, done.stdout + done.stderr
