@@ -30,6 +30,9 @@ class LedgerReader:
         self.notes: list[str] = []  # what was wrong with the index
         self._rows: Any = None  # parquet.RowReader, imported where a segment is Parquet
         self._index = self._open_index()
+        if any(segment.kind == "parquet" for segment in list_segments(run_dir)):
+            with suppress(LedgerError):  # without pyarrow the lines can be asked all the same
+                self._rows = parquet_module().RowReader()  # now, since loading pyarrow takes longer than any look
 
     def find(self, query: Query, limit: int | None = None) -> Iterator[RolloutRecord]:
         """Matching rollouts, oldest first."""

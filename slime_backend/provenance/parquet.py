@@ -28,7 +28,7 @@ from slime_backend.provenance.segments import PARTIAL
 
 GROUP_BYTES = 512 * 1024  # of JSON in a row group: what one look-up has to decode
 BLOCK_BYTES = 64 * 1024 * 1024  # no record may be longer than a block of the JSON reader
-OPEN_FILES = 8
+OPEN_FILES = 64  # opening one costs as much as reading a row group
 
 _SPAN = pa.struct([("version", pa.string()), ("start", pa.int64()), ("end", pa.int64())])
 _SEGMENT = pa.struct(
