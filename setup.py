@@ -26,6 +26,7 @@ setup(
         "sglang": ["sglang==0.5.23"],
         # The local trainer; torch comes with sglang where that is installed.
         "train": ["torch>=2.6", "transformers>=4.56", "safetensors>=0.4", "psutil>=5.9"],
+        "ledger": ["pyarrow>=16"],  # older rollouts of a long run become Parquet; without it they stay JSON lines
         "wandb": ["wandb>=0.18"],
         "service": ["fastapi>=0.110", "uvicorn>=0.29", "sqlalchemy>=2.0"],
         "deepspeed": ["deepspeed>=0.16"],
