@@ -13,6 +13,7 @@ import sys
 from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
 
+from slime_backend import event_loop
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import decide
@@ -33,7 +34,7 @@ def serve(count: int, ready: Connection) -> None:
         ready.send([engine.url for engine in engines])
         await asyncio.Event().wait()
 
-    asyncio.run(run())
+    event_loop.run(run())
 
 
 async def measure(urls: list[str], rounds: int) -> tuple[list[float], list[float]]:
@@ -61,7 +62,7 @@ def main() -> None:
     server = multiprocessing.Process(target=serve, args=(count + 1, theirs), daemon=True)
     server.start()
     try:
-        one, many = asyncio.run(measure(ours.recv(), rounds))
+        one, many = event_loop.run(measure(ours.recv(), rounds))
     finally:
         server.terminate()
     a, b = statistics.median(one), statistics.median(many)

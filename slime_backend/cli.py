@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from slime_backend import __version__
+from slime_backend import __version__, event_loop
 from slime_backend.config import ConfigError, RunConfig, load_config
 from slime_backend.kv_holders import NAMES as HOLDER_NAMES
 from slime_backend.policy import decide
@@ -275,7 +275,7 @@ def _run_async(work: Coroutine[Any, Any, T]) -> T:
         return await work
 
     try:
-        return asyncio.run(supervised())
+        return event_loop.run(supervised())
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
