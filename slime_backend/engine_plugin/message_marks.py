@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,22 +45,29 @@ def learn_marks(tokenizer: Any) -> tuple[Mark, ...]:
         return ()
     special = frozenset(int(token) for token in getattr(tokenizer, "all_special_ids", ())) | _added_special(tokenizer)
     found: set[Mark] = set()
+    decoration: set[int] = set()
     for conversation, tools in (
         (_with_system, False),
         (_with_system, True),
         (_with_tool_answer, True),
         (_plain, False),
     ):
-        found |= _marks_of([_render(tokenizer, conversation(c), c[3] if tools else None) for c in CONTENTS], special)
+        renderings = [_render(tokenizer, conversation(c), c[3] if tools else None) for c in CONTENTS]
+        marks, others = _marks_of(renderings, special)
+        found |= marks
+        decoration |= others
+    # A content that begins with a line break may be one token with the mark's own: then the special token must do,
+    # if it begins nothing but messages.
+    found |= {mark[:1] for mark in found if mark[0] not in decoration}
     return tuple(sorted(found, key=lambda mark: (-len(mark), mark)))
 
 
 def boundaries(ids: Sequence[int], marks: Sequence[Mark]) -> list[int]:
-    """Positions behind each mark in `ids`, ascending: where messages begin. Costs microseconds, not a walk in Python."""
+    """Positions behind each mark in `ids`, ascending: where messages begin."""
     if not marks or not ids:
         return []
-    # SGLang's ids are an array("q"), which numpy reads in place.
-    row = np.frombuffer(ids, dtype=np.int64) if hasattr(ids, "typecode") else np.asarray(ids, dtype=np.int64)
+    # SGLang's ids are an array("q"), which numpy reads in place: microseconds instead of a walk in Python.
+    row = np.frombuffer(ids, dtype=np.int64) if isinstance(ids, array) else np.asarray(ids, dtype=np.int64)
     found: set[int] = set()
     for first in {mark[0] for mark in marks}:
         for start in np.flatnonzero(row == first).tolist():
@@ -88,8 +95,8 @@ def _with_tool_answer(c: Sequence[str]) -> list[dict[str, Any]]:
     call = {"type": "function", "function": {"name": "look", "arguments": {"where": c[3]}}, "id": "abcdefghi"}
     return [
         {"role": "user", "content": c[1]},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": c[2], "name": "look", "tool_call_id": "abcdefghi"},
+        {"role": "assistant", "content": c[2], "tool_calls": [call]},
+        {"role": "tool", "content": c[3], "name": "look", "tool_call_id": "abcdefghi"},
         {"role": "user", "content": c[0]},
     ]
 
@@ -118,16 +125,20 @@ def _added_special(tokenizer: Any) -> frozenset[int]:
     return frozenset(int(token) for token, added in decoder.items() if getattr(added, "special", False))
 
 
-def _marks_of(renderings: list[list[int] | None], special: frozenset[int]) -> set[Mark]:
-    """What the content pieces of equal conversations begin with."""
+def _marks_of(renderings: list[list[int] | None], special: frozenset[int]) -> tuple[set[Mark], set[int]]:
+    """What the content pieces of equal conversations begin with, and the special tokens that begin other pieces."""
     pieces = [_pieces(ids, special) for ids in renderings if ids is not None]
     if len(pieces) < len(renderings) or len({tuple(p[0] for p in row) for row in pieces}) != 1:
-        return set()  # contents changed the structure: nothing to be learnt
-    marks: set[Mark] = set()
-    for column in zip(*pieces, strict=True):
-        if len(set(column)) > 1 and column[0][0] in special:
-            marks.add(tuple(os.path.commonprefix([list(piece) for piece in column])))
-    return marks
+        return set(), set()  # contents changed the structure: nothing to be learnt
+    columns = list(zip(*pieces, strict=True))
+    marks = {_common_start(column) for column in columns if len(set(column)) > 1}
+    return marks, {column[0][0] for column in columns if len(set(column)) == 1}
+
+
+def _common_start(pieces: Sequence[Mark]) -> Mark:
+    first, last = min(pieces), max(pieces)  # what these two begin with, all between begin with
+    same = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return first[: next(same, min(len(first), len(last)))]
 
 
 def _pieces(ids: Sequence[int], special: frozenset[int]) -> list[Mark]:

@@ -34,7 +34,7 @@ from slime_backend.engine_plugin.message_marks import load_marks
 
 log = logging.getLogger(__name__)
 
-HOOK = "swa_anchors"
+HOOK = wire.ANCHORS_HOOK
 CHECKPOINT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree"
 TREE = "sglang.srt.mem_cache.registry.create_tree_cache"
 TREE_CLASS = "UnifiedRadixCache"

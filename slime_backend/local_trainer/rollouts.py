@@ -20,9 +20,10 @@ from typing import Any
 from slime_backend.config import RunConfig
 from slime_backend.dispatch import generate
 from slime_backend.fleet import Fleet
-from slime_backend.local_trainer.task import Question, Task, prompt_ids
+from slime_backend.local_trainer.task import Question, Task, prompt_ids, shared_prompt_length
 from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.wire import ANCHORS_HOOK, ANCHORS_KEY
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class RolloutWorker:
     ) -> None:
         self.fleet, self.config, self.task, self.tokenizer, self.say = fleet, config, task, tokenizer, say
         self.counts = RolloutCounts()
+        self._shared = shared_prompt_length(tokenizer, task)
         self._submitted = JsonlWriter(run_dir / "submitted.jsonl")
         self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl")
         # A resumed run must not ask the questions of its first part again, so the seed takes in how many there were.
@@ -134,6 +136,7 @@ class RolloutWorker:
                     "max_new_tokens": question.max_tokens,
                     "ignore_eos": not self.task.stop_at_end,
                     **({"stop_token_ids": [self.tokenizer.eos_token_id]} if self.task.stop_at_end else {}),
+                    **self._anchors(),
                 },
             },
             on_retry=self._count_retry,
@@ -154,6 +157,13 @@ class RolloutWorker:
         self._rollouts.append(record.to_json())
         self.counts.completed += 1
         return record
+
+    def _anchors(self) -> dict[str, Any]:
+        """Where other prompts of the task will diverge from this one, for engines that keep windows there: only those
+        of hybrid models do."""
+        if not self._shared or not self.fleet.has_hook(ANCHORS_HOOK):
+            return {}
+        return {"custom_params": {ANCHORS_KEY: [self._shared]}}
 
     def _count_retry(self, reason: str) -> None:
         self.counts.resubmitted += 1

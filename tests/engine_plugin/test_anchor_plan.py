@@ -187,6 +187,18 @@ def test_the_end_of_system_prompt_and_tool_schemas_in_chatml(tools: Any) -> None
     assert ids[: found[1]] == other[: found[1]]
 
 
+def test_a_content_that_swallows_the_end_of_the_mark_still_shows() -> None:
+    start, newline = CHATML.convert_tokens_to_ids("<|im_start|>"), CHATML.encode("\n")[0]
+    ids = ids_of(CHATML, [("user", "Hello?")])
+    joined = [
+        *ids[: ids.index(newline)],
+        7,
+        *ids[ids.index(newline) + 1 :],
+    ]  # 7 stands for two line breaks in one token
+    assert boundaries(ids, learn_marks(CHATML)) == [ids.index(newline) + 1]
+    assert boundaries(joined, learn_marks(CHATML)) == [ids.index(start) + 1]
+
+
 def test_tool_schemas_in_a_message_of_their_own() -> None:
     ids = ids_of(BRACKETS, [("user", "Hello?")], tools=TOOL)
     found = boundaries(ids, learn_marks(BRACKETS))

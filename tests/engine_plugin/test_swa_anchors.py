@@ -1,4 +1,4 @@
-"""Anchors on SGLang's own radix tree and allocator, on the CPU and without a server: both tree cores, pages of 1 and 16.
+"""Anchors on SGLang's own radix tree and allocator, on the CPU and without a server: both tree cores, pages 1 and 16.
 
 `Cache(planner=None)` is SGLang as it is: the negative control of each claim.
 """
@@ -105,7 +105,7 @@ def test_prompts_around_one_and_two_windows(make: Any, windows: int, extra: int)
 
 
 def test_a_low_branch_does_not_hide_the_anchors_above_it(make: Any) -> None:
-    """Two system prompts share their first words. SGLang ends the second one's checkpoint there, to learn the branch."""
+    """Two system prompts share their first words. SGLang ends the second one's checkpoint there, to learn it."""
     found = {}
     for cache in (plain := make(False), patched := make()):
         first, second = (prefix := prompt(320)) + prompt(1280), prefix + prompt(1600)
