@@ -16,7 +16,8 @@ Rust and the Python one, for every page size (anchors are floored to whole pages
 the anchors inside it), and for scoped keys; what the hook `scope` withholds never gets here.
 
 SGLang learns a branch by missing it: it ends the next such request's checkpoint at that point (swa.py:1017) and frees
-what is behind, the anchors there too. Where a chunk has anchors, the branch becomes one of them instead.
+what is behind, the anchors there too. Where a chunk has anchors, the branch becomes one of them instead. A request that
+ends in its prefill (one token of output) hands over all its windows at once, and is kept from ending at a branch.
 
 In the HTTP process a malformed hint is refused (400), and a sound one cut down to what the plan can use.
 """
@@ -142,7 +143,11 @@ def _tokenizer() -> Any:
 
 
 def _around_checkpoint(original: Any, tree: Any, req: Any, *, up_to: int, **kwargs: Any) -> None:
-    if _planner is None or req.finished():  # a finished request hands over all that it has
+    if _planner is None:
+        original(tree, req, up_to=up_to, **kwargs)
+    elif req.finished():
+        # SGLang frees no window of a finished request first. One that ended in its prefill must not stop at a branch.
+        req.swa_branching_seqlen = None
         original(tree, req, up_to=up_to, **kwargs)
     else:
         checkpoint_at_anchors(original, tree, req, _planner, up_to, **kwargs)

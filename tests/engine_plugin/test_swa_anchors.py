@@ -116,6 +116,16 @@ def test_a_low_branch_does_not_hide_the_anchors_above_it(make: Any) -> None:
     assert found == {plain: 320, patched: 1920}
 
 
+def test_a_request_that_ends_in_its_prefill_is_not_cut_at_a_branch(make: Any) -> None:
+    found = {}
+    for cache in (plain := make(False), patched := make()):
+        words = prompt(320)
+        cache.prompt(words + prompt(1280))
+        cache.prompt(head := words + prompt(1600), output=(), anchors=[1600], ends=True)
+        found[cache] = cache.prompt(head[:1600] + prompt(50))
+    assert found == {plain: 320, patched: 1600}
+
+
 def test_append_and_dropped_reasoning_find_no_less_than_without(make: Any) -> None:
     found = {}
     for cache in (make(False), make()):

@@ -73,8 +73,11 @@ class Cache:
             )
         )
 
-    def start(self, ids: Sequence[int], *, anchors: Any = None, key: str | None = None) -> Req:
-        """A request whose whole prompt is prefilled and checkpointed; its `prefix_len` was what it found."""
+    def start(self, ids: Sequence[int], *, anchors: Any = None, key: str | None = None, ends: bool = False) -> Req:
+        """A request whose whole prompt is prefilled and checkpointed; `found` is what it got from the cache.
+
+        `ends`: its first token is its last, so the last chunk goes into the tree with the release only.
+        """
         custom = None if anchors is None else {"kv_anchors": anchors}
         self._names += 1
         req = Req(
@@ -95,7 +98,8 @@ class Cache:
             end = min(len(ids), done + self.chunk)
             self._extend(req, done, end)
             req.extend_end = end
-            self._checkpoint(req)
+            if not (ends and end == len(ids)):
+                self._checkpoint(req)
             done = end
             self.check()
         return req
