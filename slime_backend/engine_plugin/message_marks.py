@@ -64,10 +64,13 @@ def learn_marks(tokenizer: Any) -> tuple[Mark, ...]:
 
 def boundaries(ids: Sequence[int], marks: Sequence[Mark]) -> list[int]:
     """Positions behind each mark in `ids`, ascending: where messages begin."""
-    if not marks or not ids:
+    if not marks or len(ids) == 0:
         return []
     # SGLang's ids are an array("q"), which numpy reads in place: microseconds instead of a walk in Python.
-    row = np.frombuffer(ids, dtype=np.int64) if isinstance(ids, array) else np.asarray(ids, dtype=np.int64)
+    if isinstance(ids, array) and ids.typecode == "q":
+        row = np.frombuffer(ids, dtype=np.int64)
+    else:
+        row = np.asarray(ids, dtype=np.int64)
     found: set[int] = set()
     for first in {mark[0] for mark in marks}:
         for start in np.flatnonzero(row == first).tolist():

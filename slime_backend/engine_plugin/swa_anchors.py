@@ -104,7 +104,7 @@ def checkpoint_at_anchors(original: Any, tree: Any, req: Any, planner: Planner, 
     """`original(tree, req, up_to=...)` for every due anchor, then for `up_to`."""
     anchors = _plans.get(req)
     if anchors is None:
-        anchors = _plans[req] = planner.plan(req.origin_input_ids, req.sampling_params.custom_params)
+        anchors = _plans[req] = _plan(planner, req)
     start = req.kv.cache_protected_len  # the tree has everything before: from a match, or an earlier chunk
     due = [anchor for anchor in anchors if start < anchor < up_to]
     if due:
@@ -116,6 +116,16 @@ def checkpoint_at_anchors(original: Any, tree: Any, req: Any, planner: Planner, 
         for anchor in due:
             original(tree, req, up_to=anchor, **kwargs)
     original(tree, req, up_to=up_to, **kwargs)
+
+
+def _plan(planner: Planner, req: Any) -> tuple[int, ...]:
+    try:
+        return planner.plan(req.origin_input_ids, req.sampling_params.custom_params)
+    except (
+        Exception
+    ):  # ids of a form that we don't know: such a prompt goes without anchors, and the scheduler lives on
+        log.exception("reef-slime: no anchors for request %s", req.rid)
+        return ()
 
 
 def _after_tree(tree: Any, *args: Any, **kwargs: Any) -> Any:

@@ -203,6 +203,14 @@ def test_a_request_without_anchors_goes_through_one_checkpoint() -> None:
     assert calls == [100, 100]
 
 
+def test_ids_that_cannot_be_read_end_no_scheduler(make: Any, monkeypatch: Any) -> None:
+    cache = make()
+    monkeypatch.setattr(Planner, "plan", lambda *args: 1 / 0)
+    cache.prompt(head := prompt(500), anchors=[400])
+    monkeypatch.undo()
+    assert cache.prompt(head[:400] + prompt(9)) == 0
+
+
 # --- pressure ----------------------------------------------------------------------------------------------------
 
 
