@@ -17,7 +17,6 @@ setup(
     packages=find_packages(include=["slime_backend", "slime_backend.*", "reef_service", "reef_service.*"]),
     package_data={"slime_backend": ["py.typed"], "reef_service": ["py.typed"]},
     install_requires=[
-        "aiohttp>=3.9",  # control and data calls to the engines
         "pydantic>=2.6",  # one typed configuration object
         "PyYAML>=6",
         "typer>=0.12",
@@ -27,6 +26,7 @@ setup(
         "sglang": ["sglang==0.5.23"],
         # The local trainer; torch comes with sglang where that is installed.
         "train": ["torch>=2.6", "transformers>=4.56", "safetensors>=0.4", "psutil>=5.9"],
+        "ledger": ["pyarrow>=16"],  # older rollouts of a long run become Parquet; without it they stay JSON lines
         "wandb": ["wandb>=0.18"],
         "service": ["fastapi>=0.110", "uvicorn>=0.29", "sqlalchemy>=2.0"],
         "deepspeed": ["deepspeed>=0.16"],

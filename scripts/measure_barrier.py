@@ -27,7 +27,7 @@ def serve(count: int, ready: Connection) -> None:
     """Run `count` fake engines until this process is ended."""
 
     async def run() -> None:
-        engines = [FakeEngine(latency_s=LATENCY_S, token_s=0.1) for _ in range(count)]
+        engines = [FakeEngine(latency_s=LATENCY_S, token_s=60.0) for _ in range(count)]
         for engine in engines:
             await engine.start()
         ready.send([engine.url for engine in engines])

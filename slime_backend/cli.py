@@ -1,4 +1,4 @@
-"""`reef-slime`: train, up, audit, publish, doctor, bench.
+"""`reef-slime`: train, up, audit, rollouts, publish, doctor, bench.
 
 Exit codes: 0 done, 1 something failed (or an audit found a violation), 2 the command or its configuration is wrong,
 130 interrupted. Every failure is one line on standard error. Heavy imports happen inside the commands,
@@ -67,9 +67,17 @@ def train(
     config: Config,
     overrides: Overrides = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="go on with this run")] = None,
+    max_version_lag: Annotated[
+        int | None, typer.Option(metavar="N", help="publications that may lie between sampling and training")
+    ] = None,
+    staleness: Annotated[
+        str | None, typer.Option(metavar="POLICY", help="beyond that: drop, mask_tokens or correct (default)")
+    ] = None,
 ) -> None:
     """Asynchronous GRPO on this machine: a local trainer, live engines, a publication at every step, an audit."""
-    settings = _load(config, overrides)
+    flags = {"max_version_lag": max_version_lag, "staleness": staleness}
+    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    settings = _load(config, [*(overrides or ()), *given])
     from slime_backend.local_trainer.console import console_reporter, print_summary
     from slime_backend.local_trainer.loop import choose_run_dir
     from slime_backend.local_trainer.loop import train as run
@@ -110,11 +118,20 @@ def audit(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
     rollouts: Annotated[int | None, typer.Option(min=1, help="how many to check; default: all")] = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="largest |difference of log-prob| that passes")] = 1e-4,
+    plan: Annotated[bool, typer.Option("--plan", help="only say how many rollouts must be checked, and stop")] = False,
+    probability: Annotated[float, typer.Option(metavar="P", help="of --plan: the chance to find a fault")] = 0.99,
     as_json: AsJson = False,
 ) -> None:
     """Recompute rollouts' log-probs under the versions that they claim, and name each violation."""
     if not run_dir.is_dir():
         _fail(f"no run directory {run_dir}", code=2)
+    if plan:
+        from slime_backend.cli_rollouts import print_plan
+
+        if not 0 < probability < 1:
+            _fail(f"--probability {probability:g} must lie between 0 and 1; certainty means checking all", code=2)
+        print_plan(run_dir, probability, as_json)
+        return
     from slime_backend.local_trainer.console import console_reporter
     from slime_backend.local_trainer.models import load_model
     from slime_backend.provenance.audit import audit_run
@@ -139,6 +156,31 @@ def audit(
         )
     if not result.passed:
         raise typer.Exit(1)
+
+
+@app.command()
+def rollouts(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
+    receipt: Annotated[str | None, typer.Option(help="a receipt, or how it begins; one rollout is drawn")] = None,
+    session: Annotated[str | None, typer.Option(help="a session; in the local trainer a group, e.g. g00012")] = None,
+    version: Annotated[str | None, typer.Option(help="a version that sampled some of its tokens")] = None,
+    rollout_class: Annotated[
+        str | None, typer.Option("--class", metavar="CLASS", help="pure, recomputed, mixed or carried")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="how many to show; default 20, as JSON all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON line per rollout, with tokens")] = False,
+) -> None:
+    """Look up rollouts in the ledger of a run, also while it is running. Exit code 1 if none matches."""
+    from slime_backend.cli_rollouts import show_rollouts
+    from slime_backend.provenance.classes import CLASSES
+    from slime_backend.provenance.ledger_index import Query
+
+    if not run_dir.is_dir():
+        _fail(f"no run directory {run_dir}", code=2)
+    if rollout_class is not None and rollout_class not in CLASSES:
+        _fail(f"--class {rollout_class} is unknown; there are {', '.join(CLASSES)}", code=2)
+    if not show_rollouts(run_dir, Query(receipt, session, version, rollout_class), limit, as_json):
+        _fail(f"no rollout in {run_dir} matches")
 
 
 Engines = Annotated[list[str], typer.Option("--engine", metavar="URL", help="an engine's base URL; repeat for more")]
@@ -273,7 +315,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     from slime_backend.engine_process import EngineStartError, PortOccupiedError
     from slime_backend.fleet import FleetError
     from slime_backend.policy import PolicyError
-    from slime_backend.provenance.errors import AuditError, RecordError
+    from slime_backend.provenance.errors import AuditError, LedgerError, RecordError, StalenessError
     from slime_backend.publication import PublicationError
     from slime_backend.runs import RunError
 
@@ -286,7 +328,9 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
         FleetError,
         PublicationError,
         AuditError,
+        LedgerError,
         RecordError,
+        StalenessError,
         RunError,
         OSError,
     )

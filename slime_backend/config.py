@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.policy import Layout, Policy, PolicyError, PrefixSharing, decide
+from slime_backend.provenance.staleness import StalenessPolicy
 
 
 class ConfigError(ValueError):
@@ -59,8 +60,13 @@ class RunConfig(BaseModel):
     temperature: float = Field(1.0, gt=0)
     learning_rate: float = Field(1e-2, gt=0)
     ratio_bound: float = Field(2.0, ge=1)
+    staleness: StalenessPolicy = Field("correct", description="what happens to tokens over max_version_lag")
+    max_version_lag: int | None = Field(None, ge=0, description="publications between sampling and training; none: any")
+    ratio_low: float = Field(0.5, ge=0, le=1, description="staleness=correct masks a token whose ratio is under this")
+    ratio_high: float = Field(5.0, ge=1, description="or over this")
     trainer_threads: int = Field(1, ge=1)
 
+    rollouts_segment_mib: float = Field(16, gt=0, description="of rollouts.jsonl, before it becomes a Parquet segment")
     audit_rollouts: int = Field(240, ge=0, description="rollouts to audit at the end; 0: none")
     audit_tolerance: float = Field(1e-4, gt=0)
     wandb: Literal["offline", "online", "disabled"] = "offline"
@@ -72,6 +78,8 @@ class RunConfig(BaseModel):
             raise ValueError(f"ports lists {len(self.ports)} ports for engines={self.engines}; give one per engine")
         if len(set(self.ports)) != len(self.ports):
             raise ValueError("ports names one port twice")
+        if self.staleness != "correct" and self.max_version_lag is None:
+            raise ValueError(f"staleness={self.staleness} does nothing without a bound; give max_version_lag as well")
         policy = self.policy  # raises PolicyError, a ValueError
         if self.layout == "colocated":
             raise ValueError(

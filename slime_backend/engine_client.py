@@ -1,8 +1,7 @@
 """One SGLang engine over HTTP: every call has a deadline, every failure is one of four typed errors.
 
 Endpoints as SGLang 0.5.23 serves them (srt/entrypoints/http_server.py); where an older one lacks a name, its answer 404
-is what tells. aiohttp rather than httpx: a publication to
-256 engines is 768 short calls, and aiohttp's C parser makes them in a third of the time.
+is what tells.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
+from slime_backend.http_channel import HttpChannel
 from slime_backend.policy import PauseMode
 from slime_backend.wire import REPORT_KEY, SchedulerReport, WireError
 
@@ -78,12 +76,10 @@ class EngineClient:
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.deadlines = deadlines or Deadlines()
-        self._session: aiohttp.ClientSession | None = None
+        self._channel = HttpChannel(self.url)
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._channel.close()
 
     async def __aenter__(self) -> EngineClient:
         return self
@@ -98,22 +94,15 @@ class EngineClient:
 
         Raises EngineUnreachable, EngineTimeout, EngineRefused (status >= 400, or `"success": false`).
         """
-        if self._session is None:
-            # No limit on connections: hundreds of rollouts may be in flight while a control call must get through.
-            # SGLang's server closes an idle connection after 5 s; reusing one at that moment would break a request.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0))
         seconds = self.deadlines.control if deadline is None else deadline
         what = f"{method} {path}"
+        content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         try:
-            async with self._session.request(
-                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=seconds)
-            ) as response:
-                raw = await response.read()
-                status = response.status
+            status, raw = await self._channel.request(method, path, content, seconds)
         except TimeoutError as error:
             raise EngineTimeout(self.name, what, f"no answer within {seconds:g} s") from error
-        except aiohttp.ClientError as error:
-            raise EngineUnreachable(self.name, what, f"{type(error).__name__}: {error}") from error
+        except ConnectionError as error:
+            raise EngineUnreachable(self.name, what, str(error)) from error
         text = raw.decode("utf-8", "replace")
         if status >= 400:
             raise EngineRefused(self.name, what, f"HTTP {status}: {_one_line(text)}")

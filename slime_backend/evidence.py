@@ -57,6 +57,12 @@ def why_not_swept(before: Sequence[SchedulerReport], after: Sequence[SchedulerRe
     return reasons
 
 
+def why_not_running(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport]) -> list[str]:
+    """Every reason why the reports don't prove that the same ranks as `before`, if that is known, generate again."""
+    reasons = why_not_same(before, after) if before else []
+    return reasons + [f"rank {rank} is still paused" for rank, new in enumerate(after) if new.kv.paused]
+
+
 def why_not_same(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport]) -> list[str]:
     if len(before) != len(after):
         return [f"{len(after)} ranks report, {len(before)} did before"]

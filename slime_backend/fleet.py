@@ -31,7 +31,7 @@ class EngineUnfit(FleetError):
     """A live engine's own report doesn't fit the policy."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """One engine as the fleet knows it."""
 
@@ -122,8 +122,10 @@ class Fleet:
     async def wait_changed(self, timeout_s: float) -> None:
         """Return at the next change of any member's status, or after `timeout_s`."""
         event = self._changed
+        # Not asyncio.wait_for: on Python 3.11 it swallows a cancellation that arrives together with the event.
         with suppress(TimeoutError):
-            await asyncio.wait_for(event.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
 
     def _notify(self) -> None:
         event, self._changed = self._changed, asyncio.Event()

@@ -3,11 +3,12 @@
     open -> paused -> verified -> loaded -> labelled -> resumed        (or failed)
 
     transport.prepare   bytes made ready while the engines still generate
+    look                each scheduler's counts, to compare with; still generating
     pause               every engine at once
     flush + verify      after a retracting pause: each engine, each data-parallel rank, by its scheduler's own counts
     load                the transport moves the bytes; no label yet. Scoped entries are swept as the load begins
     label + confirm     once every surviving engine has loaded: name the version, read it and the sweep's evidence back
-    resume              always, in `finally`, also after an unknown outcome
+    resume + verify     always, in `finally`, also after an unknown outcome
 
 Anything but a positive confirmation counts as a refusal. An engine that isn't confirmed at the new version is retired
 from routing and named; the others go on. All steps run on all engines at once and have deadlines.
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_swept
+from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_running, why_not_swept
 from slime_backend.fleet import Fleet, Member
 from slime_backend.policy import Policy
 from slime_backend.transports import Transport, TransportError
@@ -72,7 +73,7 @@ class EngineOutcome:
     confirmed: bool = False
     failed_step: str = ""
     reason: str = ""
-    evidence: list[dict[str, Any]] = field(default_factory=list)  # SchedulerReport per rank, after the pause and flush
+    evidence: list[SchedulerReport] = field(default_factory=list)  # per rank, after the pause and flush
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ class PublicationReport:
     state: State = "open"
     started_at: float = 0.0  # seconds since the epoch
     prepare_ms: float = 0.0
-    verified_ms: float | None = None  # from the first call until the last engine is paused, flushed and verified
+    verified_ms: float | None = None  # from the first pause sent until the last engine is paused, flushed and verified
     wall_ms: float = 0.0  # pause to resumed, over all engines
     engines: list[EngineOutcome] = field(default_factory=list)
 
@@ -96,7 +97,7 @@ class PublicationReport:
         return asdict(self)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Target:
     """One engine under publication."""
 
@@ -142,10 +143,7 @@ async def pause_generation_for_update(targets: Sequence[_Target], policy: Policy
     """
 
     async def pause(target: _Target) -> None:
-        target.before = await target.client.reports()
-        started = time.perf_counter()
         await target.client.pause(policy.pause_mode)
-        target.outcome.pause_ms = _ms(started)
 
     async def flush(target: _Target) -> None:
         # A pause is dispatched without an acknowledgement (SGLang 0.5.23, tokenizer_manager.py): the schedulers'
@@ -155,13 +153,17 @@ async def pause_generation_for_update(targets: Sequence[_Target], policy: Policy
             target.outcome.flush_verified = True
         else:
             after = await _until_paused(target, policy)
-        target.outcome.evidence = [r.to_json() for r in after]
+        target.outcome.evidence = after
         target.outcome.in_flight = sum(r.kv.in_flight_at_pause for r in after)
         target.outcome.requests_retracted = sum(r.kv.retracted_at_pause for r in after)
         target.outcome.tokens_to_prefill_again = sum(r.kv.tokens_at_pause for r in after)
 
     paused = await _on_all(targets, "pause", pause)
     return await _on_all(paused, "flush", flush)
+
+
+async def _look(target: _Target) -> None:
+    target.before = await target.client.reports()
 
 
 async def _until_paused(target: _Target, policy: Policy) -> list[SchedulerReport]:
@@ -209,15 +211,17 @@ async def publish(fleet: Fleet, transport: Transport, version: str) -> Publicati
         report.prepare_ms = _ms(started)
         targets = [_Target(m, EngineOutcome(m.name)) for m in fleet.updatable()]
         report.engines = [t.outcome for t in targets]
+        looked = await _on_all(targets, "look", _look)
         started = time.perf_counter()
         confirmed: list[_Target] = []
         try:
-            confirmed = await _transact(targets, fleet.policy, transport, version, report)
+            confirmed = await _transact(looked, fleet.policy, transport, version, report)
         finally:
+            _retire_suspects(fleet, targets, confirmed, report)
             # Shielded: a cancelled publication (Ctrl-C) must still resume what it paused.
             confirmed = await asyncio.shield(_resume_all(targets, confirmed, version, started))
             report.wall_ms = _ms(started)
-            _settle(fleet, targets, confirmed, version, report)
+            _settle(fleet, targets, confirmed, report)
         if report.state == "failed":
             raise PublicationError(report)
         return report
@@ -267,6 +271,26 @@ async def _transact(
     return labelled
 
 
+def _retire_suspects(
+    fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], report: PublicationReport
+) -> None:
+    """Retire the engines whose weights are unknown, before they resume.
+
+    Afterwards would be too late: a request that reached such an engine in between could be answered by the new weights
+    under the old label.
+    """
+    for target in targets:
+        if target.touched and target not in confirmed:
+            fleet.suspects |= {r.instance_id for r in target.before}
+            fleet.retire(target.member, _blame(target.outcome, report))
+
+
+def _blame(outcome: EngineOutcome, report: PublicationReport) -> str:
+    outcome.failed_step = outcome.failed_step or report.state
+    outcome.reason = outcome.reason or "the publication was cancelled"
+    return f"not confirmed at {report.version}: {outcome.failed_step}: {outcome.reason}"
+
+
 async def _resume_all(
     targets: Sequence[_Target], confirmed: Sequence[_Target], version: str, started: float
 ) -> list[_Target]:
@@ -281,11 +305,16 @@ async def _resume_all(
         for attempt in range(RESUME_TRIES):
             try:
                 await target.client.resume()
-                break
-            except EngineError:  # refused or unknown: a second resume is harmless, a paused engine isn't
+                answered = _ms(started)
+                # Like a pause, a resume is passed on without an acknowledgement: 200 from a dead scheduler, too.
+                reasons = why_not_running(target.before, await target.client.reports())
+                if not reasons:
+                    target.outcome.paused_ms = answered
+                    return
+                raise NotConfirmed(target.member.name, "; ".join(reasons))
+            except (EngineError, NotConfirmed):  # a second resume is harmless, a paused engine isn't
                 if attempt == RESUME_TRIES - 1:
                     raise
-        target.outcome.paused_ms = _ms(started)
 
     already_failed = {id(t): (t.outcome.failed_step, t.outcome.reason) for t in targets if t.outcome.reason}
     resumed = await _on_all(targets, "resume", resume)
@@ -295,30 +324,23 @@ async def _resume_all(
     return [t for t in confirmed if t in resumed]
 
 
-def _settle(
-    fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], version: str, report: PublicationReport
-) -> None:
+def _settle(fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], report: PublicationReport) -> None:
     """Write the outcome into the fleet: who is at the new version, who is retired and why.
 
     Where no engine reached the new version, the fleet stays at the old one, and so do the engines whose weights were
     not touched and that resumed.
     """
     for target in targets:
-        outcome = target.outcome
-        processes = {report.instance_id for report in target.before}
         if target in confirmed:
-            outcome.confirmed = True
-            fleet.suspects -= processes
+            target.outcome.confirmed = True
+            fleet.suspects -= {r.instance_id for r in target.before}
             continue
-        if target.touched:
-            fleet.suspects |= processes
-        outcome.failed_step = outcome.failed_step or report.state
-        outcome.reason = outcome.reason or "the publication was cancelled"
-        if confirmed or target.touched or outcome.paused_ms is None:
-            fleet.retire(target.member, f"not confirmed at {version}: {outcome.failed_step}: {outcome.reason}")
+        why = _blame(target.outcome, report)
+        if confirmed or target.touched or target.outcome.paused_ms is None:
+            fleet.retire(target.member, why)
     if confirmed:
         report.state = "resumed"
-        fleet.move_to(version, [t.member for t in confirmed])
+        fleet.move_to(report.version, [t.member for t in confirmed])
     else:
         report.state = "failed"
 

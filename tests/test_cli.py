@@ -20,7 +20,7 @@ def run(*args: str, cwd: Path = ROOT, timeout: float = 300) -> subprocess.Comple
 def test_help_names_the_commands():
     done = run("--help")
     assert done.returncode == 0
-    for command in ("train", "up", "audit", "bench"):
+    for command in ("train", "up", "audit", "rollouts", "bench"):
         assert command in done.stdout
 
 
@@ -36,7 +36,14 @@ def test_help_names_the_commands():
         (["up", "configs/cpu_tiny.yaml", "--set", "ports=[1]"], "ports lists 1 ports for engines=2"),
         (["bench", "nope"], "No such command"),
         (["bench", "swa", "--nope"], "No such option"),
+        (["train", "configs/cpu_tiny.yaml", "--staleness", "drop"], "give max_version_lag as well"),
+        (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "-1"], "max_version_lag=-1"),
+        (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "x"], "valid integer"),
         (["audit", "no/such/run"], "no run directory no/such/run"),
+        (["audit", "configs", "--plan", "--probability", "1"], "certainty means checking all"),
+        (["rollouts", "no/such/run"], "no run directory no/such/run"),
+        (["rollouts", "configs", "--class", "clean"], "there are pure, recomputed, mixed, carried"),
+        (["rollouts", "configs", "--limit", "0"], "Invalid value for '--limit'"),
     ],
 )
 def test_wrong_use_exits_with_two(args, expected):
@@ -52,7 +59,9 @@ def test_failures_exit_with_one_and_one_line(tmp_path):
     cases = {
         "model='no/model' is neither": ["train", config, *places, "--set", "model=no/model"],
         "holds no run to resume": ["train", config, *places, "--resume", str(tmp_path / "none")],
-        "has no rollouts": ["audit", str(tmp_path)],
+        "has no rollouts;": ["audit", str(tmp_path)],
+        "has no rollouts to audit": ["audit", str(tmp_path), "--plan"],
+        "has no rollouts.jsonl": ["rollouts", str(tmp_path)],
     }
     for expected, args in cases.items():
         done = run(*args)
@@ -93,3 +102,28 @@ def test_a_checkpoint_with_other_shapes_is_one_line(tmp_path, tiny_model):
     assert done.returncode == 1, done.stderr
     assert "does not load" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_rollouts_are_looked_up_listed_and_drawn(tmp_path):
+    import json
+
+    from slime_backend.provenance.ledger import Ledger
+    from slime_backend.simulation.made_rollouts import made, receipt
+
+    with Ledger(tmp_path, segment_bytes=40_000) as ledger:
+        for number in range(120):
+            ledger.append(made(number))
+    listed = run("rollouts", str(tmp_path), "--class", "mixed", "--limit", "3")
+    assert listed.returncode == 0, listed.stderr
+    assert [line.split()[0] for line in listed.stdout.splitlines()[1:4]] == [receipt(n) for n in (0, 3, 6)]
+    assert listed.stdout.splitlines()[-1] == "3 of 40 rollouts; --limit N shows more"
+    drawn = run("rollouts", str(tmp_path), "--receipt", receipt(3)[:10])
+    assert "class     mixed (also recomputed)" in drawn.stdout
+    assert "sampled   " in drawn.stdout
+    as_json = run("rollouts", str(tmp_path), "--session", "g000002", "--json")
+    assert [json.loads(line)["receipt"] for line in as_json.stdout.splitlines()] == [receipt(n) for n in range(16, 24)]
+    none = run("rollouts", str(tmp_path), "--version", "v99")
+    assert (none.returncode, none.stdout) == (1, "")
+    assert none.stderr.strip() == f"reef-slime: no rollout in {tmp_path} matches"
+    plan = run("audit", str(tmp_path), "--plan", "--json")
+    assert json.loads(plan.stdout)["plan"][-1] == {"one_in": 120, "rollouts": 120}

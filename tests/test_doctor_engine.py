@@ -14,7 +14,7 @@ from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines
 from slime_backend.policy import decide
 
-pytestmark = [pytest.mark.engine, pytest.mark.soak]
+pytestmark = pytest.mark.engine
 
 
 def cli(*args):

@@ -107,6 +107,7 @@ class _Tap(list):
 
 
 # One engine of two misbehaves; the other must go on. (path, faults, the step that is blamed)
+# A load that lies is not among them: only an audit can tell (docs/publication.md).
 FAULTS = [
     ("/pause_generation", ["refuse"], "pause"),
     ("/pause_generation", ["lie"], "flush"),  # it says 200 and isn't paused: its evidence tells
@@ -117,7 +118,6 @@ FAULTS = [
     ("/flush_cache", ["refuse"] * 100, "flush"),
     ("/flush_cache", ["die"], "flush"),
     ("/update_weights_from_disk", ["refuse"], "load"),
-    ("/update_weights_from_disk", ["lie"], "label"),  # no rank reports a new epoch... unless the label bumps it
     ("/update_weights_from_disk", ["hang_before"], "load"),
     ("/update_weights_from_disk", ["drop_after"], "load"),
     ("/update_weights_from_disk", ["die"], "load"),
@@ -125,9 +125,9 @@ FAULTS = [
     ("/update_weight_version", ["lie"], "label"),
     ("/update_weight_version", ["drop_after"], "label"),
     ("/continue_generation", ["refuse"] * 3, "resume"),
+    ("/continue_generation", ["lie"] * 3, "resume"),  # the scheduler may have died behind a server that says 200
     ("/continue_generation", ["die"], "resume"),
 ]
-FAULTS.remove(("/update_weights_from_disk", ["lie"], "label"))  # only an audit can tell: see docs/publication.md
 
 
 @pytest.mark.parametrize(("path", "faults", "step"), FAULTS, ids=lambda v: str(v)[:30])
@@ -166,6 +166,7 @@ def test_one_engine_fails_and_is_retired_the_other_goes_on(run_async, path, faul
         ("/continue_generation", ["refuse"]),
         ("/continue_generation", ["drop_after"]),
         ("/continue_generation", ["drop_before"]),
+        ("/continue_generation", ["lie"]),
     ],
     ids=str,
 )
@@ -490,3 +491,26 @@ def test_a_rival_controller_is_noticed_before_anything_is_labelled(run_async):
     assert "another publisher is at work" in str(results[0])
     assert not paused
     assert label == loaded == "v0"
+
+
+def test_an_engine_of_unknown_weights_is_retired_before_it_resumes(run_async):
+    """It runs the new weights under the old label: not even the first request after its resume may be answered."""
+
+    async def scenario():
+        async with fake_fleet(1) as (fleet, engines):
+            engines[0].faults["/update_weight_version"] = ["refuse"] * 2  # the label, and taking the old one back
+            client = fleet.members["engine0"].client
+            resume, asked = client.resume, []
+
+            async def resume_and_ask():
+                await resume()
+                with pytest.raises(FleetError, match="label"):
+                    await generate(fleet, request(2))
+                asked.append((engines[0].loaded, engines[0].label, engines[0].paused))
+
+            client.resume = resume_and_ask
+            with pytest.raises(PublicationError):
+                await publish(fleet, NameTransport(), "v1")
+            return asked
+
+    assert run_async(scenario()) == [("v1", "v0", False)]

@@ -72,7 +72,7 @@ class PublishingFleet(RuleBasedStateMachine):
         self.policy = decide("disjoint", sharing)
         self.version = 0
         self.submitted = self.answered = 0
-        self.pending: set[asyncio.Task] = set()
+        self.pending: dict[asyncio.Task, tuple] = {}  # request -> what it asks for
         self.run(self._start())
 
     def run(self, work):
@@ -97,20 +97,20 @@ class PublishingFleet(RuleBasedStateMachine):
     def submit(self, tokens):
         self.submitted += 1
         body = {"input_ids": [1] * 20, "sampling_params": {"max_new_tokens": tokens}}
-        self.pending.add(self.loop.create_task(self._request(body, tokens)))
+        self._ask(body, tokens)
         self.run(asyncio.sleep(0.002))
 
+    def _ask(self, *asked):
+        self.pending[self.loop.create_task(self._request(*asked))] = asked
+
     async def _request(self, body, tokens):
-        """One rollout: asked again by a new controller where the old one died, as a resumed run would."""
+        """One rollout, asked until it is answered."""
         while True:
-            fleet = self.fleet
             try:
-                answer = await generate(fleet, body)
+                answer = await generate(self.fleet, body)
             except (FleetError, EngineError, RequestLost):
                 await asyncio.sleep(0.01)
                 continue
-            if fleet is not self.fleet:
-                continue  # the dead controller's answer reaches nobody
             meta = answer.body["meta_info"]
             assert len(answer.body["output_ids"]) == len(meta["output_token_logprobs"]) == tokens
             assert meta["weight_versions"] == meta["truth"], "a token bears a version that didn't sample it"
@@ -156,11 +156,19 @@ class PublishingFleet(RuleBasedStateMachine):
             client.killed = True
         with suppress(PublicationError, EngineError):
             await publication
+        # Its requests die with it; a resumed run asks again for what was not answered.
+        lost = [task for task in self.pending if not task.done()]
+        for task in lost:
+            task.cancel()
+        await asyncio.gather(*lost, return_exceptions=True)
+        again = [self.pending.pop(task) for task in lost]
         # A new controller finds the engines as they are: paused, half loaded, labelled or not.
         await self._heal()
         for client in self.clients:
             await client.close()
         await self._new_controller(f"v{self.version - 2}")
+        for asked in again:
+            self._ask(*asked)
         await self._publish(f"v{self.version}")
 
     @rule()
@@ -199,7 +207,7 @@ class PublishingFleet(RuleBasedStateMachine):
     @invariant()
     def requests_have_not_failed(self):
         for task in [t for t in self.pending if t.done()]:
-            self.pending.discard(task)
+            del self.pending[task]
             task.result()
 
     def teardown(self):
@@ -222,7 +230,10 @@ class PublishingFleet(RuleBasedStateMachine):
             if len(self.fleet.routable()) == ENGINES:
                 break
         assert len(self.fleet.routable()) == ENGINES, self.fleet.retired()
-        await asyncio.gather(*self.pending)
+        if self.pending:
+            _, late = await asyncio.wait(self.pending, timeout=40)
+            assert not late, [(e.port, e.dead, e.paused, [len(r.requests) for r in e.ranks]) for e in self.engines]
+        self.requests_have_not_failed()
 
     async def _stop(self):
         for task in self.pending:

@@ -55,6 +55,9 @@ def test_the_main_job_small(tmp_path, models_dir):
     assert summary["prefix_hit_rate_within_version"] > 0.9
     assert summary["first_after_publication"] >= 6
     assert summary["cached_tokens_first_after_publication_max"] == 0
+    assert summary["rollout_classes"]["carried"] == 0
+    assert summary["rollout_classes"]["mixed"] > 0
+    assert summary["staleness"]["train_within_bound"] == 4 * 24
     assert summary["audit"]["rollouts"] == 60
     assert summary["audit"]["violations"] == 0
     assert summary["audit"]["max_abs_logprob_diff"] < 1e-4
@@ -66,15 +69,29 @@ def test_the_main_job_small(tmp_path, models_dir):
     assert list(run.rglob("*rollouts*.table.json"))
 
 
+@pytest.mark.soak
 def test_the_main_job_scoped(tmp_path, models_dir):
-    """Nothing is retracted, what is in flight crosses with its KV, and the audit of the carried context holds."""
+    """Nothing is retracted, what is in flight crosses with its KV, and the audit of the carried context holds.
+
+    Stale tokens are masked, and the rollouts outgrow one segment: the audit reads most of them from Parquet.
+    """
     settings = (*SMALL, "name=scoped", "disjoint_prefix_sharing=scoped", "engines=1", "wandb=disabled")
+    settings = (*settings, "staleness=mask_tokens", "max_version_lag=0", "rollouts_segment_mib=0.2")
     done = finish(command("cpu_tiny.yaml", tmp_path, models_dir, *settings, "audit_rollouts=60"))
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "scoped" / "summary.json").read_text())
     assert (summary["sweeps_verified"], summary["flushes_verified"], summary["requests_retracted"]) == (4, 0, 0)
     assert summary["rollouts_lost"] == summary["rollouts_doubled"] == summary["rollouts_aborted"] == 0
     assert summary["rollouts_mixed"] > 0
+    classes = summary["rollout_classes"]
+    assert sum(classes.values()) == summary["rollouts_completed"]
+    assert classes["carried"] > 0
+    assert classes["recomputed"] == classes["mixed"] == 0
+    staleness = summary["staleness"]
+    assert staleness["tokens_masked"] > staleness["mask_lag_over_bound"] > 0
+    decided = [json.loads(line) for line in (tmp_path / "scoped" / "staleness.jsonl").open()]
+    assert len(decided) == staleness["mask_lag_over_bound"]
+    assert len(list((tmp_path / "scoped" / "rollouts").glob("*.parquet"))) > 1
     assert summary["cached_tokens_first_after_publication_max"] == 0
     assert summary["prefix_hit_rate_within_version"] > 0.9
     assert summary["audit"]["violations"] == 0
@@ -85,7 +102,7 @@ def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_roll
     """The same run with the radix cache on, an in-place pause and no flush: the audit must be able to fail."""
     args = command(
         *("cpu_tiny.yaml", tmp_path, models_dir, *SMALL),
-        *("name=unsafe", "disjoint_prefix_sharing=unsafe", "audit_rollouts=120", "wandb=disabled"),
+        *("name=unsafe", "disjoint_prefix_sharing=unsafe", "engines=1", "audit_rollouts=60", "wandb=disabled"),
     )
     done = finish(args)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -62,7 +62,7 @@ def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
         ("pause to verified, median ms", _n(summary["pause_to_verified_ms_median"], 1)),
         ("paused, median ms", _n(summary["paused_ms_median"], 1)),
         ("version lag, mean / max", f"{_n(summary['version_lag_mean'])} / {summary['version_lag_max']}"),
-        ("rollouts sampled by several versions", summary["rollouts_mixed"]),
+        ("rollouts by class", ", ".join(f"{count} {name}" for name, count in summary["rollout_classes"].items())),
         (
             "audit",
             f"{audit['rollouts']} rollouts, {audit['tokens']} tokens, {audit['violations']} violations, "

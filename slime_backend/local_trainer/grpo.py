@@ -4,11 +4,15 @@
     ratio   w_t  = exp(log p_now(t) - log p_engine(t)), the engine's recorded log-prob being the behaviour policy
     loss         = - mean over tokens of  min(w_t, bound) * A_i * log p_now(t),  the weight taken as a constant
 
+A token that the staleness policy `correct` marks as stale has weight 0 where w_t leaves ratio_low .. ratio_high; it
+still counts in the mean, since its share was fixed before its ratio was known.
+
 Sources: group-relative advantages, Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1; truncated importance
 sampling, Ionides 2008, J. Comput. Graph. Stat. 17(2), applied to the gap between rollout engine and trainer by Yao et
 al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"; token-level normalisation, Yu et
-al. 2025, DAPO, arXiv:2503.14476. There is no PPO clip: a batch is used for one step only, so the only distance from
-the behaviour policy is staleness, which the truncated weight corrects.
+al. 2025, DAPO, arXiv:2503.14476; masking of a weight that leaves a trusted range, with its bounds 0.5 and 5, Ling Team
+2025, "Every Step Evolves" (IcePop), arXiv:2510.18855. There is no PPO clip: a batch is used for one step only, so the
+only distance from the behaviour policy is staleness, which the weight corrects.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ class Sample:
     group: str | int = 0  # samples of one group answer the same prompt
     versions: tuple[str, ...] = ()  # weight versions that sampled its tokens, oldest first
     loss_mask: Sequence[int] | None = None  # per output token, 0 = not trained on; None = all are
+    stale: Sequence[int] | None = None  # per output token, 1 = masked where its ratio isn't trusted; None = none is
 
     def __post_init__(self) -> None:
         length = len(self.output_ids)
@@ -44,6 +49,8 @@ class Sample:
             raise ValueError(f"group {self.group}: {len(self.behaviour_logprobs)} log-probs for {length} output tokens")
         if self.loss_mask is not None and len(self.loss_mask) != length:
             raise ValueError(f"group {self.group}: a loss mask of {len(self.loss_mask)} for {length} output tokens")
+        if self.stale is not None and len(self.stale) != length:
+            raise ValueError(f"group {self.group}: {len(self.stale)} marks of staleness for {length} output tokens")
         if not math.isfinite(self.reward) or not all(map(math.isfinite, self.behaviour_logprobs)):
             raise ValueError(f"group {self.group}: reward and behaviour log-probs must be finite")
 
@@ -56,6 +63,8 @@ class GrpoConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
     ratio_bound: float = 2.0  # of the importance weight; 2 is what Yao et al. use
+    ratio_low: float = 0.5  # a stale token is masked where its weight is under this
+    ratio_high: float = 5.0  # or over this
     normalise: Literal["token", "sequence"] = "token"  # mean over tokens, or over sequences of their token means
     advantage_epsilon: float = 1e-6
     micro_batch: int = 16  # samples per forward; bounds memory, does not change the gradient
@@ -65,6 +74,11 @@ class GrpoConfig:
             raise ValueError("learning_rate and max_grad_norm must be positive, micro_batch at least 1")
         if self.ratio_bound < 1:
             raise ValueError(f"ratio_bound={self.ratio_bound} would shrink on-policy samples too; give at least 1")
+        if not 0 <= self.ratio_low <= 1 <= self.ratio_high:
+            raise ValueError(
+                f"ratio_low={self.ratio_low}, ratio_high={self.ratio_high} leave out 1, the weight of a token that is "
+                "on-policy"
+            )
         if self.normalise not in ("token", "sequence"):
             raise ValueError(f"normalise={self.normalise!r}; choose 'token' or 'sequence'")
 
@@ -83,6 +97,9 @@ class StepMetrics:
     ratio_mean: float
     ratio_max: float
     clipped_share: float  # share of tokens whose weight was cut at the bound
+    stale_tokens: int  # tokens over the lag bound under the policy `correct`
+    masked_ratio_low: int  # of these, tokens with weight 0 because their ratio was under ratio_low
+    masked_ratio_high: int  # or over ratio_high
     entropy: float  # nats per token, estimated by -log p_now of the sampled tokens
     logprob_gap_mean: float  # mean |log p_now - log p_engine|: staleness and numerical mismatch together
     shared_prefix: int  # tokens of the common prefix, run once instead of once per sample
@@ -106,17 +123,23 @@ def group_advantages(rewards: Sequence[float], epsilon: float = 1e-6) -> list[fl
     return [(r - mean) / (std + epsilon) for r in rewards]
 
 
-def policy_loss(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, weights: Tensor, ratio_bound: float
-) -> tuple[Tensor, Tensor]:
-    """The loss and the untruncated ratios, both over all tokens laid in one row.
+def importance_weights(ratios: Tensor, stale: Tensor, config: GrpoConfig) -> Tensor:
+    """Truncated at ratio_bound; 0 for a stale token whose ratio leaves ratio_low .. ratio_high. All (tokens,)."""
+    outside = (ratios < config.ratio_low) | (ratios > config.ratio_high)
+    return ratios.clamp(max=config.ratio_bound).masked_fill(stale & outside, 0.0)
 
-    All arguments have shape (tokens,): log-probs now (with gradient), the engine's log-probs, each token's advantage,
-    and each token's share of the normalisation (0 = masked out; they sum to 1 over the whole step).
+
+def policy_loss(
+    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, weights: Tensor, stale: Tensor, config: GrpoConfig
+) -> tuple[Tensor, Tensor]:
+    """The loss and the importance weight of every token, both over all tokens laid in one row.
+
+    All tensors have shape (tokens,): log-probs now (with gradient), those of the version that sampled each token, each
+    token's advantage, its share of the normalisation (0 = masked out; they sum to 1 over the whole step), and whether
+    it is stale (bool).
     """
-    ratios = (logprobs.detach() - behaviour).exp()
-    truncated = ratios.clamp(max=ratio_bound)
-    return -(weights * truncated * advantages * logprobs).sum(), ratios
+    importance = importance_weights((logprobs.detach() - behaviour).exp(), stale, config)
+    return -(weights * importance * advantages * logprobs).sum(), importance
 
 
 def token_logprobs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
@@ -134,9 +157,9 @@ def grpo_step(
 ) -> StepMetrics:
     """One update of `model` in place on complete groups; deterministic for equal inputs and one thread.
 
-    A step without any signal (every group's rewards equal) leaves weights and optimizer untouched, since Adam's
-    momentum would otherwise move them. Raises ValueError on an empty batch and FloatingPointError on a gradient that
-    is not finite, before the weights are touched.
+    A step without any signal (every group's rewards equal, or every token masked) leaves weights and optimizer
+    untouched, since Adam's momentum would otherwise move them. Raises ValueError on an empty batch and
+    FloatingPointError on a gradient that is not finite, before the weights are touched.
     """
     samples = [s for group in groups for s in group]
     if not samples:
@@ -151,6 +174,8 @@ def grpo_step(
     loss_total = 0.0
     now: list[Tensor] = []
     behaviour: list[Tensor] = []
+    marks: list[Tensor] = []
+    signal = False
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].prompt_ids) + len(samples[i].output_ids))
     for start in range(0, len(order), config.micro_batch):  # alike lengths together, so that little is padding
         part = order[start : start + config.micro_batch]
@@ -159,22 +184,32 @@ def grpo_step(
         engine = torch.cat([torch.tensor(samples[i].behaviour_logprobs, dtype=torch.float32) for i in part])
         share = torch.cat([weights[i] for i in part])
         advantage = torch.cat([torch.full((len(samples[i].output_ids),), advantages[i]) for i in part])
-        loss, _ = policy_loss(logprobs, engine, advantage, share, config.ratio_bound)
+        stale = torch.cat([_stale_marks(samples[i]) for i in part])
+        loss, importance = policy_loss(logprobs, engine, advantage, share, stale, config)
         loss.backward()  # type: ignore[no-untyped-call]
         loss_total += float(loss.detach())
         trained = share > 0
         now.append(logprobs.detach()[trained])
         behaviour.append(engine[trained])
+        marks.append(stale[trained])
+        signal = signal or bool((share * advantage * importance).any())
     prefix.backward(leaves)
 
     silent = sum(not any(group) for group in by_group)
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
     if not math.isfinite(norm) or not math.isfinite(loss_total):
         raise FloatingPointError(f"gradient norm {norm}, loss {loss_total}: the weights were left as they were")
-    if silent < len(by_group):
+    if signal:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return _metrics(samples, torch.cat(now), torch.cat(behaviour), config, loss_total, norm, silent, prefix.length)
+    trained_rows = torch.cat(now), torch.cat(behaviour), torch.cat(marks)
+    return _metrics(samples, *trained_rows, config, loss_total, norm, silent, prefix.length)
+
+
+def _stale_marks(sample: Sample) -> Tensor:
+    if sample.stale is None:
+        return torch.zeros(len(sample.output_ids), dtype=torch.bool)
+    return torch.tensor([bool(mark) for mark in sample.stale])
 
 
 def _token_weights(samples: Sequence[Sample], normalise: str) -> list[Tensor]:
@@ -194,6 +229,7 @@ def _metrics(
     samples: Sequence[Sample],
     now: Tensor,
     engine: Tensor,
+    stale: Tensor,
     config: GrpoConfig,
     loss: float,
     norm: float,
@@ -204,6 +240,8 @@ def _metrics(
     gap = now - engine
     ratios = gap.exp()
     some = bool(now.numel())  # every token may be masked out
+    low, high = stale & (ratios < config.ratio_low), stale & (ratios > config.ratio_high)
+    clipped = (ratios > config.ratio_bound) & ~high
     return StepMetrics(
         loss=loss,
         grad_norm=norm,
@@ -214,7 +252,10 @@ def _metrics(
         groups_without_signal=silent,
         ratio_mean=float(ratios.mean()) if some else 1.0,
         ratio_max=float(ratios.max()) if some else 1.0,
-        clipped_share=float((ratios > config.ratio_bound).float().mean()) if some else 0.0,
+        clipped_share=float(clipped.float().mean()) if some else 0.0,
+        stale_tokens=int(stale.sum()),
+        masked_ratio_low=int(low.sum()),
+        masked_ratio_high=int(high.sum()),
         entropy=float(-now.mean()) if some else 0.0,
         logprob_gap_mean=float(gap.abs().mean()) if some else 0.0,
         shared_prefix=shared,

@@ -22,20 +22,21 @@ import torch
 from slime_backend.config import RunConfig
 from slime_backend.fleet import Fleet
 from slime_backend.local_trainer import models
+from slime_backend.local_trainer.batch import Batch, collect_batch
 from slime_backend.local_trainer.checkpoint import (
     load_trainer_state,
     save_trainer_state,
     version_name,
-    version_step,
 )
-from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepMetrics, grpo_step, make_optimizer
+from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics, grpo_step, make_optimizer
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
 from slime_backend.provenance.audit import AuditResult, audit_run
+from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import JsonlWriter
-from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.staleness import count
 from slime_backend.provenance.summary import prefix_figures, write_summary
 from slime_backend.provenance.tracker import Tracker
 from slime_backend.publication import PublicationError, PublicationReport, publish
@@ -94,7 +95,12 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     model = models.load_model(run_dir / "weights" / version if state else base)
     source = TorchModuleSource(model, base)
     source.save(run_dir / "weights" / version)
-    grpo = GrpoConfig(learning_rate=config.learning_rate, ratio_bound=config.ratio_bound)
+    grpo = GrpoConfig(
+        learning_rate=config.learning_rate,
+        ratio_bound=config.ratio_bound,
+        ratio_low=config.ratio_low,
+        ratio_high=config.ratio_high,
+    )
     optimizer = make_optimizer(model, grpo)
     if state:
         optimizer.load_state_dict(state["optimizer"])
@@ -167,6 +173,7 @@ class _Run:
         self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir, reporter.say)
         self.publications = JsonlWriter(run_dir / "publications.jsonl")
         self.steps_file = JsonlWriter(run_dir / "steps.jsonl")
+        self.staleness = JsonlWriter(run_dir / "staleness.jsonl")
         self.transport = self._transport()
 
     def _transport(self) -> Transport:
@@ -179,25 +186,32 @@ class _Run:
     async def steps(self, first: int) -> None:
         self.worker.start()
         for step in range(first + 1, self.config.steps + 1):
-            groups = await self.worker.next_groups(self.config.groups_per_step)
-            metrics = await asyncio.to_thread(self._train, groups)
-            self.worker.trained(len(groups))
+            batch = await collect_batch(
+                self.worker,
+                self.config.groups_per_step,
+                trainer_version=step - 1,
+                policy=self.config.staleness,
+                bound=self.config.max_version_lag,
+                say=self.reporter.say,
+            )
+            self._log_decisions(step, batch)
+            metrics = await asyncio.to_thread(self._train, batch)
+            self.worker.release(len(batch.groups))
             version = version_name(step)
             # On disk before anybody serves it: see checkpoint.py.
             await asyncio.to_thread(self.source.save, self.run_dir / "weights" / version)
             await asyncio.to_thread(save_trainer_state, self.run_dir, step, self.optimizer)
             report = await self._publish(version)
-            self._record(step, groups, metrics, report)
+            self._record(step, batch, metrics, report)
 
-    def _train(self, groups: list[list[RolloutRecord]]) -> StepMetrics:
-        samples = [
-            [
-                Sample(r.prompt_ids, r.output_ids, r.logprobs, r.reward, group=r.group, versions=r.versions)
-                for r in group
-            ]
-            for group in groups
-        ]
-        return grpo_step(self.model, self.optimizer, samples, self.grpo)
+    def _log_decisions(self, step: int, batch: Batch) -> None:
+        """A line for each rollout that isn't trained on whole and as it is, before the step: a crash keeps it."""
+        for decision in batch.decisions:
+            if decision.action != "train":
+                self.staleness.append({"step": step, **decision.to_json()})
+
+    def _train(self, batch: Batch) -> StepMetrics:
+        return grpo_step(self.model, self.optimizer, batch.samples(), self.grpo)
 
     async def _publish(self, version: str) -> PublicationReport:
         try:
@@ -210,22 +224,23 @@ class _Run:
             self.reporter.say(f"publication {version}: {engine} is retired: {reason}")
         return report
 
-    def _record(
-        self, step: int, groups: list[list[RolloutRecord]], metrics: StepMetrics, report: PublicationReport
-    ) -> None:
-        records = [r for group in groups for r in group]
-        # The trainer stood at version step - 1 when it consumed them.
-        lag = {v: step - 1 - version_step(v) for r in records for v in r.versions}
-        tokens = sum(len(r.output_ids) for r in records)
-        lag_sum = sum(lag[s.version] * (s.end - s.start) for r in records for s in r.spans)
-        lag_of = [max(lag[v] for v in r.versions) for r in records]
+    def _record(self, step: int, batch: Batch, metrics: StepMetrics, report: PublicationReport) -> None:
+        records, lag = batch.records, batch.lag
+        staleness = {
+            **count(batch.decisions),
+            "tokens_masked_ratio_low": metrics.masked_ratio_low,
+            "tokens_masked_ratio_high": metrics.masked_ratio_high,
+        }
         row = {
             "step": step,
             **metrics.to_json(),
-            "lag_mean": lag_sum / tokens,  # per token
-            "lag_max": max(lag_of),
+            "lag_mean": lag.mean,  # per token
+            "lag_max": lag.max,
+            "lag_tokens": lag.by_lag,
+            "staleness": staleness,
             "mixed_share": sum(r.mixed for r in records) / len(records),
             "retracted_share": sum(r.retractions > 0 for r in records) / len(records),
+            "classes": count_classes(r.rollout_class for r in records),
             "receipts": [r.receipt for r in records],
         }
         self.steps_file.append(row)
@@ -238,13 +253,15 @@ class _Run:
                 "version_lag_max": row["lag_max"],
                 "mixed_share": row["mixed_share"],
                 "retracted_share": row["retracted_share"],
+                **{f"class_{name}": number for name, number in row["classes"].items()},
+                **{f"stale_{label}": number for label, number in staleness.items()},
                 "prefix_hit_rate": prefix_figures(records)["prefix_hit_rate_within_version"],
                 "resubmitted": self.worker.counts.resubmitted,
             },
         )
         self.tracker.log("publication", step, publication_metrics(report))
         answers = [self.tokenizer.decode(r.output_ids, skip_special_tokens=False) for r in records]
-        self.tracker.add_rollouts(records, answers, lag_of)
+        self.tracker.add_rollouts(records, answers, [judged.decision.lag.max for judged in batch.kept])
         figures = publication_metrics(report)
         self.reporter.progress("train", step, self.config.steps)
         self.reporter.say(
@@ -258,6 +275,7 @@ class _Run:
         await self.transport.close()
         self.publications.close()
         self.steps_file.close()
+        self.staleness.close()
 
 
 PHASES = ("pause_ms", "flush_ms", "load_ms", "label_ms", "resume_ms", "paused_ms")

@@ -1,7 +1,7 @@
 """Keeps rollouts in flight while the trainer steps, and hands them over in groups.
 
     submitted.jsonl   one line before each request is sent: its receipt
-    rollouts.jsonl    one line for each answer: the rollout with its provenance
+    rollouts.jsonl    one line for each answer: the rollout with its provenance; the newest part of the ledger
 
 so that "every request came back exactly once" can be counted from the files, after a crash too.
 """
@@ -22,6 +22,7 @@ from slime_backend.dispatch import generate
 from slime_backend.fleet import Fleet
 from slime_backend.local_trainer.task import Question, Task, prompt_ids, shared_prompt_length
 from slime_backend.provenance.jsonl import JsonlWriter
+from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.wire import ANCHORS_HOOK, ANCHORS_KEY
 
@@ -55,7 +56,7 @@ class RolloutWorker:
         self.counts = RolloutCounts()
         self._shared = shared_prompt_length(tokenizer, task)
         self._submitted = JsonlWriter(run_dir / "submitted.jsonl")
-        self._rollouts = JsonlWriter(run_dir / "rollouts.jsonl")
+        self._rollouts = Ledger(run_dir, segment_bytes=int(config.rollouts_segment_mib * 2**20))
         # A resumed run must not ask the questions of its first part again, so the seed takes in how many there were.
         self._asked = sum(1 for _ in (run_dir / "submitted.jsonl").open()) // config.samples_per_group
         self._questions: Iterator[Question] = task.questions(random.Random(f"{config.seed}/{self._asked}"))
@@ -78,8 +79,8 @@ class RolloutWorker:
             groups.append(item)
         return groups
 
-    def trained(self, groups: int) -> None:
-        """Free the places of groups that were trained on.
+    def release(self, groups: int) -> None:
+        """Free the places of groups that were trained on or dropped.
 
         Called before the publication: those that start now are in flight when the engines pause, and go on with the
         new weights.
@@ -154,7 +155,7 @@ class RolloutWorker:
             submitted_at=submitted_at,
             attempts=answer.attempts,
         )
-        self._rollouts.append(record.to_json())
+        self._rollouts.append(record)
         self.counts.completed += 1
         return record
 

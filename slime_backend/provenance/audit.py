@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from slime_backend.provenance.errors import AuditError
-from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.segments import read_rollouts
 from slime_backend.wire import KvSegment
 
 TOLERANCE = 1e-4  # |difference of log-prob|, fp32
@@ -74,12 +74,12 @@ def audit_run(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> AuditResult:
-    """Audit a run directory: `rollouts.jsonl` against `weights/<version>`.
+    """Audit a run directory: its ledger against `weights/<version>`.
 
     `rollouts`: how many to check; those that lived through a publication first, then a random sample (None: all).
     Raises AuditError where nothing was recorded.
     """
-    records = [RolloutRecord.from_json(r) for r in read_jsonl(run_dir / "rollouts.jsonl")]
+    records = [RolloutRecord.from_json(r) for r in read_rollouts(run_dir)]
     if not records:
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
     result = AuditResult(recorded=len(records), tolerance=tolerance)
@@ -94,7 +94,7 @@ def audit_run(
             result.violations.append(found)
         result.rollouts += 1
         result.tokens += len(diffs)
-        result.crossing += record.mixed or record.carried or record.retractions > 0
+        result.crossing += record.crossing
         result.max_abs_logprob_diff = max([result.max_abs_logprob_diff, *diffs])
         total_diff += sum(diffs)
         if progress is not None:
@@ -110,7 +110,7 @@ def choose(records: Sequence[RolloutRecord], count: int | None, seed: int) -> li
         chosen = list(records)
     else:
         rng = random.Random(seed)
-        crossing = [r for r in records if r.mixed or r.carried or r.retractions]
+        crossing = [r for r in records if r.crossing]
         first = rng.sample(crossing, min(len(crossing), count // 2))
         taken = {r.receipt for r in first}
         rest = [r for r in records if r.receipt not in taken]

@@ -5,5 +5,17 @@ class RecordError(ValueError):
     """An engine's answer or a stored record isn't a complete rollout."""
 
 
+class StalenessError(RuntimeError):
+    """A rollout was sampled by a version that the trainer doesn't know."""
+
+
+class LedgerError(RuntimeError):
+    """The ledger can't be opened or asked; the message says why and what to do."""
+
+
+class ConversionError(RuntimeError):
+    """A segment's lines could not be turned into Parquet; nothing was changed."""
+
+
 class AuditError(RuntimeError):
     """The run can't be audited; the message says what is missing."""

@@ -6,27 +6,41 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 log = logging.getLogger(__name__)
 
 
 class JsonlWriter:
-    """Appends records; each is handed to the operating system before `append` returns.
+    """Appends records; each is handed to the operating system before `append` returns, so a kill of this process loses
+    at most the one being written. A power cut can lose what the system had not put on the disk yet.
 
     Opening a file whose last line was cut by a kill drops that half line, and says so: what follows must not be glued
-    to it. Raises OSError (a full disk, say) from `append`; the records before it stay readable.
+    to it. `dropped` has its bytes.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_tail(path)
-        self._file = path.open("ab")
+        self.dropped = _drop_torn_tail(path)
+        self._file = path.open("ab", buffering=0)
+        self.size = self._file.seek(0, 2)  # bytes
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
+    def append(self, record: Mapping[str, Any]) -> int:
+        """Write one record and return the offset of its line. Raises OSError (a full disk, say); the records before it
+        stay readable and nothing of it is left to be glued to the next one.
+        """
+        start, line = self.size, json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        written = 0
+        try:
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError:
+            if written:
+                self._file.truncate(start)
+            raise
+        self.size += len(line)
+        return start
 
     def close(self) -> None:
         self._file.close()
@@ -37,16 +51,22 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                log.warning("%s: line %d was cut off and is left out", path, number)
-                return
-            yield json.loads(line)
+        yield from read_lines(file, path)
 
 
-def _drop_torn_tail(path: Path) -> None:
+def read_lines(file: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
+    """Every complete record of an open file; `path` is what it is called in a warning."""
+    for number, line in enumerate(file, 1):
+        if not line.endswith(b"\n"):
+            log.warning("%s: line %d was cut off and is left out", path, number)
+            return
+        yield json.loads(line)
+
+
+def _drop_torn_tail(path: Path) -> int:
+    """Cut off what follows the last newline; its length in bytes."""
     if not path.is_file() or path.stat().st_size == 0:
-        return
+        return 0
     with path.open("r+b") as file:
         data_end = file.seek(0, 2)
         position = data_end
@@ -61,3 +81,4 @@ def _drop_torn_tail(path: Path) -> None:
         if position != data_end:
             log.warning("%s: the last record was cut off (%d bytes) and is dropped", path, data_end - position)
             file.truncate(position)
+    return data_end - position

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from slime_backend.provenance import classes
 from slime_backend.provenance.errors import RecordError
 from slime_backend.wire import (
     KV_PROVENANCE_KEY,
@@ -39,6 +40,7 @@ class RolloutRecord:
     submitted_at: float  # seconds since the epoch
     finished_at: float
     attempts: int = 1  # times the request was sent until an engine in good standing answered it
+    session: str = ""  # what belongs together: a conversation of several requests, or the group of the local trainer
 
     @classmethod
     def from_answer(
@@ -54,10 +56,12 @@ class RolloutRecord:
         reward: float,
         submitted_at: float,
         attempts: int = 1,
+        session: str | None = None,
     ) -> RolloutRecord:
         """Build a record from SGLang's /generate answer (with `return_logprob`) of an engine with our plugin.
 
-        Raises RecordError where the answer lacks provenance, or has a different number of log-probs than tokens.
+        Without a `session` its group is taken for one. Raises RecordError where the answer lacks provenance, or has a
+        different number of log-probs than tokens.
         """
         meta = answer["meta_info"]
         try:
@@ -90,6 +94,7 @@ class RolloutRecord:
             submitted_at,
             time.time(),
             attempts,
+            group if session is None else session,
         )
 
     @property
@@ -103,28 +108,62 @@ class RolloutRecord:
         return max(0, len(self.prefills) - 1)
 
     @property
+    def rollout_class(self) -> classes.RolloutClass:
+        """One of `classes.CLASSES`, the strongest trait; written to the file as `class`, never read from it."""
+        return classes.classify(self.spans, self.segments, self.prefills)
+
+    @property
+    def traits(self) -> tuple[classes.RolloutClass, ...]:
+        """Every class whose description fits, weakest first."""
+        return classes.traits(self.spans, self.segments, self.prefills)
+
+    @property
     def mixed(self) -> bool:
         """Sampled by more than one version."""
-        return len(self.versions) > 1
+        return classes.is_mixed(self.spans)
 
     @property
     def carried(self) -> bool:
-        """Some token was sampled over KV that an older version had computed."""
-        return any(span.version != segment.version for segment in self.segments for span in segment.context)
+        """Some token was sampled over KV that another version had computed."""
+        return classes.is_carried(self.segments)
+
+    @property
+    def crossing(self) -> bool:
+        """It lived through a publication, or was retracted: where a fault would show first."""
+        return self.mixed or self.carried or self.retractions > 0
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Written out by hand: `asdict` copies thousands of token ids one by one, and this is once per rollout."""
+        data = {name: getattr(self, name) for name in _PLAIN}
+        data["spans"] = [_span(s) for s in self.spans]
+        data["segments"] = [
+            {"start": s.start, "end": s.end, "version": s.version, "context": [_span(c) for c in s.context]}
+            for s in self.segments
+        ]
+        data["prefills"] = [
+            {"epoch": p.epoch, "order": p.order, "version": p.version, "cached": p.cached, "total": p.total}
+            for p in self.prefills
+        ]
+        return {**data, "class": self.rollout_class}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RolloutRecord:
         names = {f.name for f in fields(cls)}
-        missing = names - set(data) - {"attempts"}
+        missing = names - set(data) - {"attempts", "session"}
         if missing:
             raise RecordError(f"a stored rollout lacks {', '.join(sorted(missing))}")
         values = {k: v for k, v in data.items() if k in names}
+        values.setdefault("session", data["group"])
         for name in ("prompt_ids", "output_ids", "logprobs"):
             values[name] = tuple(values[name])
         values["spans"] = tuple(Span.from_json(s) for s in data["spans"])
         values["segments"] = tuple(KvSegment.from_json(s) for s in data["segments"])
         values["prefills"] = tuple(Prefill.from_json(p) for p in data["prefills"])
         return cls(**values)
+
+
+def _span(span: Span) -> dict[str, Any]:
+    return {"version": span.version, "start": span.start, "end": span.end}
+
+
+_PLAIN = tuple(f.name for f in fields(RolloutRecord) if f.name not in ("spans", "segments", "prefills"))

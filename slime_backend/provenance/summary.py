@@ -7,17 +7,21 @@ a clean one.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.segments import read_rollouts
 
 
 def summarise(run_dir: Path) -> dict[str, Any]:
-    """The figures of `submitted.jsonl`, `rollouts.jsonl`, `publications.jsonl` and `steps.jsonl`."""
+    """The figures of `submitted.jsonl`, the ledger, `publications.jsonl` and `steps.jsonl`."""
     submitted = [row["receipt"] for row in read_jsonl(run_dir / "submitted.jsonl")]
-    records = [RolloutRecord.from_json(row) for row in read_jsonl(run_dir / "rollouts.jsonl")]
+    records = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir)]
     publications = list(read_jsonl(run_dir / "publications.jsonl"))
     steps = list(read_jsonl(run_dir / "steps.jsonl"))
     completed = [r.receipt for r in records]
@@ -44,12 +48,15 @@ def summarise(run_dir: Path) -> dict[str, Any]:
         "rollouts_lost": len(set(submitted) - set(completed)),
         "rollouts_doubled": len(completed) - len(set(completed)),
         "rollouts_aborted": sum(r.finish_reason == "abort" for r in records),
+        "rollout_classes": count_classes(r.rollout_class for r in records),  # adds up to rollouts_completed
         "rollouts_mixed": sum(r.mixed for r in records),
+        "rollouts_carried": sum(r.carried for r in records),
         "rollouts_retracted": sum(r.retractions > 0 for r in records),
         "reward_first3": _mean(rewards[:3]),
         "reward_last3": _mean(rewards[-3:]),
         "version_lag_mean": _mean([s["lag_mean"] for s in steps]),
         "version_lag_max": max([s["lag_max"] for s in steps], default=0),
+        "staleness": _added(s.get("staleness", {}) for s in steps),
         **prefix_figures(records),
     }
 
@@ -81,6 +88,14 @@ def write_summary(run_dir: Path, extra: dict[str, Any]) -> dict[str, Any]:
     partial.write_text(json.dumps(summary, indent=2) + "\n")
     partial.rename(run_dir / "summary.json")
     return summary
+
+
+def _added(rows: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The sum of each key."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update(row)
+    return dict(total)
 
 
 def _mean(values: list[float]) -> float | None:

@@ -56,7 +56,18 @@ class Tracker:
             self._run.define_metric(step)
             self._run.define_metric(f"{family}/*", step_metric=step)
         self._table = wandb.Table(
-            columns=["receipt", "group", "engine", "question", "answer", "reward", "versions", "retractions", "lag_max"]
+            columns=[
+                "receipt",
+                "group",
+                "engine",
+                "question",
+                "answer",
+                "reward",
+                "class",
+                "versions",
+                "retractions",
+                "lag_max",
+            ]
         )
 
     def log(self, family: str, step: int, values: Mapping[str, float | int | None]) -> None:
@@ -77,6 +88,7 @@ class Tracker:
                 record.question,
                 answer,
                 record.reward,
+                record.rollout_class,
                 " ".join(record.versions),
                 record.retractions,
                 lag,
@@ -86,7 +98,12 @@ class Tracker:
     def finish(self, summary: Mapping[str, Any]) -> None:
         def close() -> None:
             self._run.log({"rollouts": self._table})
-            for key, value in summary.items():
+            counts = {
+                f"{family}/{name}": count
+                for family, key in (("rollout_class", "rollout_classes"), ("staleness", "staleness"))
+                for name, count in summary.get(key, {}).items()
+            }
+            for key, value in {**summary, **counts}.items():
                 if isinstance(value, int | float | str | bool):
                     self._run.summary[key] = value
             self._run.finish()

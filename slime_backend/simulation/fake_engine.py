@@ -12,14 +12,12 @@ are just the name that was loaded last.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import defaultdict
 from pathlib import PurePath
 from typing import Any, Literal
 
-from aiohttp import web
-
 from slime_backend.simulation.fake_scheduler import FakeRank, FakeRequest, spans
+from slime_backend.simulation.http_server import HttpServer, Reply
 from slime_backend.wire import ACTIVE, REPORT_KEY
 
 Fault = Literal[
@@ -60,7 +58,7 @@ class FakeEngine:
         self.session_open = False
         self.dead = False
         self.port = 0
-        self._runner: web.AppRunner | None = None
+        self._server = HttpServer(self._handle)
         self._decoder: asyncio.Task[None] | None = None
         self._next_rank = 0
 
@@ -74,21 +72,13 @@ class FakeEngine:
         await self.stop()
 
     async def start(self, port: int = 0) -> None:
-        app = web.Application()
-        app.router.add_route("*", "/{tail:.*}", self._handle)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
-        await site.start()
-        sockets = site._server.sockets  # type: ignore[union-attr]
-        self.port = sockets[0].getsockname()[1]
+        self.port = await self._server.start(port)
         self._decoder = asyncio.create_task(self._decode())
 
     async def stop(self) -> None:
         if self._decoder is not None:
             self._decoder.cancel()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._server.stop()
 
     async def restart(self, version: str) -> None:
         """As after a crash: the same address, a new process with the weights that it was started with."""
@@ -114,93 +104,91 @@ class FakeEngine:
 
     # ---- HTTP ---------------------------------------------------------------------------------------------------
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
-        path = request.path
+    async def _handle(self, path: str, body: dict[str, Any]) -> Reply | None:
         self.calls.append(path)
         if self.latency_s:
             await asyncio.sleep(self.latency_s)
         if self.dead:
-            return _drop(request)
-        body = json.loads(await request.read() or b"{}")
+            return None
         fault = self.faults[path].pop(0) if self.faults[path] else None
         if fault == "die":
             self.dead = True
-            return _drop(request)
+            return None
         if fault == "refuse":
-            return web.json_response({"success": False, "message": f"{path} refused"}, status=400)
+            return _refused(f"{path} refused")
         if fault == "lie":
-            return web.json_response({"success": True, "message": ""})
+            return Reply({"success": True, "message": ""})
         if fault == "drop_before":
-            return _drop(request)
+            return None
         if fault == "hang_before":
             await asyncio.sleep(HANG_S)
         handler = getattr(self, "on_" + path.strip("/").replace("/", "_"), None)
         if handler is None:
-            return web.json_response({"detail": "Not Found"}, status=404)
-        response: web.StreamResponse = await handler(body)
+            return Reply({"detail": "Not Found"}, 404)
+        reply: Reply = await handler(body)
         if fault == "drop_after" or self.dead:
-            return _drop(request)
+            return None
         if fault == "hang_after":
             await asyncio.sleep(HANG_S)
-        return response
+        return reply
 
-    async def on_health(self, body: dict[str, Any]) -> web.Response:
-        return web.Response()
+    async def on_health(self, body: dict[str, Any]) -> Reply:
+        return Reply()
 
-    async def on_model_info(self, body: dict[str, Any]) -> web.Response:
-        return web.json_response({"weight_version": self.label, "model_path": self.loaded})
+    async def on_model_info(self, body: dict[str, Any]) -> Reply:
+        return Reply({"weight_version": self.label, "model_path": self.loaded})
 
-    async def on_server_info(self, body: dict[str, Any]) -> web.Response:
+    async def on_server_info(self, body: dict[str, Any]) -> Reply:
         states = [{REPORT_KEY: rank.report(self.hooks)} for rank in self.ranks]
-        return web.json_response({"disable_radix_cache": not self.radix_cache, "internal_states": states})
+        return Reply({"disable_radix_cache": not self.radix_cache, "internal_states": states})
 
-    async def on_pause_generation(self, body: dict[str, Any]) -> web.Response:
+    async def on_pause_generation(self, body: dict[str, Any]) -> Reply:
         for rank in self.ranks:
             rank.pause(body.get("mode", "abort"))
-        return web.json_response({"message": "Generation paused successfully."})
+        return Reply({"message": "Generation paused successfully."})
 
-    async def on_continue_generation(self, body: dict[str, Any]) -> web.Response:
+    async def on_continue_generation(self, body: dict[str, Any]) -> Reply:
         for rank in self.ranks:
             rank.pause_mode = None
-        return web.json_response({"message": "Generation continued successfully."})
+        return Reply({"message": "Generation continued successfully."})
 
-    async def on_flush_cache(self, body: dict[str, Any]) -> web.Response:
+    async def on_flush_cache(self, body: dict[str, Any]) -> Reply:
         accepted = [rank.flush() for rank in self.ranks]
         # SGLang answers with rank 0's result alone.
-        return web.Response(text="Cache flushed.\n", status=200 if accepted[0] else 400)
+        return Reply("Cache flushed.\n", 200 if accepted[0] else 400)
 
-    async def on_update_weights_from_disk(self, body: dict[str, Any]) -> web.Response:
+    async def on_update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
         self.loaded = PurePath(body["model_path"]).name
         self._end_epoch()
-        return web.json_response({"success": True, "message": "Succeeded to update model weights."})
+        return Reply({"success": True, "message": "Succeeded to update model weights."})
 
-    async def on_begin_weight_update(self, body: dict[str, Any]) -> web.Response:
+    async def on_begin_weight_update(self, body: dict[str, Any]) -> Reply:
         if self.session_open:
-            return web.json_response({"success": False, "message": "a session is already open"}, status=400)
+            return _refused("a session is already open")
         self.session_open = True
-        return web.json_response({"success": True, "message": "Success"})
+        return Reply({"success": True, "message": "Success"})
 
-    async def on_end_weight_update(self, body: dict[str, Any]) -> web.Response:
+    async def on_end_weight_update(self, body: dict[str, Any]) -> Reply:
         if not self.session_open:
-            return web.json_response({"success": False, "message": "no session is open"}, status=400)
+            return _refused("no session is open")
         self.session_open = False
-        return web.json_response({"success": True, "message": "Success"})
+        return Reply({"success": True, "message": "Success"})
 
-    async def on_update_weight_version(self, body: dict[str, Any]) -> web.Response:
+    async def on_update_weight_version(self, body: dict[str, Any]) -> Reply:
         self.label = body["new_version"]
         self._end_epoch()
-        return web.json_response({"success": True, "new_version": self.label})
+        return Reply({"success": True, "new_version": self.label})
 
-    async def on_abort_request(self, body: dict[str, Any]) -> web.Response:
+    async def on_abort_request(self, body: dict[str, Any]) -> Reply:
         for rank in self.ranks:
             rank.abort_all()
-        return web.Response()
+        return Reply()
 
-    async def on_generate(self, body: dict[str, Any]) -> web.Response:
+    async def on_generate(self, body: dict[str, Any]) -> Reply:
         ids = body["input_ids"]
         wanted = int(body.get("sampling_params", {}).get("max_new_tokens", 16))
         if not ids or wanted < 1:
-            return web.json_response({"error": {"message": "empty request"}}, status=400)
+            return Reply({"error": {"message": "empty request"}}, 400)
         rank = self.ranks[self._next_rank]
         self._next_rank = (self._next_rank + 1) % len(self.ranks)
         mine = FakeRequest(len(ids), wanted)
@@ -219,7 +207,7 @@ class FakeEngine:
             "kv_provenance": mine.segments,
             "prefills": mine.prefills,
         }
-        return web.json_response({"output_ids": [7] * count, "text": "", "meta_info": meta})
+        return Reply({"output_ids": [7] * count, "text": "", "meta_info": meta})
 
     # ---- the schedulers -----------------------------------------------------------------------------------------
 
@@ -235,8 +223,5 @@ class FakeEngine:
                     rank.step(self.label, self.loaded)
 
 
-def _drop(request: web.Request) -> web.StreamResponse:
-    """Break the connection without an answer."""
-    if request.transport is not None:
-        request.transport.abort()
-    return web.Response()
+def _refused(message: str) -> Reply:
+    return Reply({"success": False, "message": message}, 400)

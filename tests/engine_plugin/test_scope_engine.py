@@ -420,6 +420,7 @@ def test_negative_control_without_the_hook_the_same_harness_sees_old_prefixes(
         assert plain_difference(dense_reference, "v1", ids, answer) > 1e-2
 
 
+@pytest.mark.soak
 def test_where_kv_is_lent_past_the_key_the_hook_says_so(serve: Serve, dense_paths: dict[str, str]) -> None:
     with serve(dense_paths["v0"], hooks=HOOKS, extra=("--enable-streaming-session",)) as api:
         assert "streaming session" in api.report().hooks["scope"]

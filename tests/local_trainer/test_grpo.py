@@ -60,11 +60,12 @@ def test_loss_truncation_and_gradient_by_hand() -> None:
     advantages = torch.tensor([1.0, 2.0, -1.0, 1.0])
     weights = torch.tensor([0.5, 0.25, 0.25, 0.0])  # the last token is masked out
 
-    loss, ratios = policy_loss(now, engine, advantages, weights, ratio_bound=2.0)
+    fresh = torch.zeros(4, dtype=torch.bool)
+    loss, importance = policy_loss(now, engine, advantages, weights, fresh, GrpoConfig(ratio_bound=2.0))
     loss.backward()
 
     below = math.exp(-1.0)
-    assert ratios.tolist() == pytest.approx([1.0, below, math.exp(2.0), math.exp(8.0)])
+    assert importance.tolist() == pytest.approx([1.0, below, 2.0, 2.0])
     # exp(2) is cut to 2; the ratio is a constant, so the gradient is the plain policy gradient times it
     assert float(loss.detach()) == pytest.approx(-(0.5 * -1.0 + 0.25 * below * 2 * -2.0 + 0.25 * 2.0 * -1 * -3.0))
     assert now.grad is not None
@@ -169,6 +170,7 @@ def test_a_gradient_that_is_not_finite_is_refused(tiny: Any, groups: list[list[S
     [
         ({"behaviour_logprobs": [-1.0]}, "1 log-probs for 2 output tokens"),
         ({"loss_mask": [1]}, "loss mask of 1 for 2"),
+        ({"stale": [1]}, "1 marks of staleness for 2"),
         ({"reward": math.nan}, "finite"),
         ({"behaviour_logprobs": [-1.0, -math.inf]}, "finite"),
         ({"output_ids": [], "behaviour_logprobs": []}, "at least one output token"),
@@ -181,7 +183,10 @@ def test_a_broken_sample_is_refused(changes: dict[str, Any], message: str) -> No
         Sample(**{**good, **changes})
 
 
-@pytest.mark.parametrize("settings", [{"learning_rate": 0}, {"ratio_bound": 0.5}, {"normalise": "none"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"learning_rate": 0}, {"ratio_bound": 0.5}, {"ratio_low": 1.5}, {"ratio_high": 0.9}, {"normalise": "none"}],
+)
 def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - each message names its own setting
         GrpoConfig(**settings)

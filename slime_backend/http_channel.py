@@ -1,0 +1,139 @@
+"""HTTP/1.1 to one server over kept-alive connections, cheap enough for a barrier over hundreds of engines.
+
+Between pause and verified, a publication makes three calls to every engine, and all engines stand still until the last
+one is answered; so what a call costs this process is multiplied by the fleet. asyncio's own streams with this little
+around them take about a quarter of what aiohttp's client needs (scripts/measure_barrier.py times the whole barrier).
+
+It speaks what an SGLang server (uvicorn) speaks: bodies with a Content-Length, chunked, or until the end of the
+connection. No redirects, no proxy, no compression.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+MAX_HEAD = 1 << 16  # bytes of a status line with its headers
+# uvicorn closes an idle connection after 5 s; a request sent at that moment would be lost.
+MAX_IDLE_S = 2.0
+
+
+class Message(NamedTuple):
+    """A request or a response: its first line, its headers in lower case, its body."""
+
+    first_line: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class Response(NamedTuple):
+    status: int
+    body: bytes
+
+
+class _Connection(NamedTuple):
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    idle_since: float
+
+    def close(self) -> None:
+        self.writer.transport.abort()
+
+
+class HttpChannel:
+    """Any number of requests at once to the server at `url`; each has a connection to itself while it lasts."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        parts = urlsplit(url)
+        self._host, self._netloc, self._prefix = parts.hostname or "", parts.netloc, parts.path.rstrip("/")
+        self._secure = parts.scheme == "https"
+        try:
+            self._port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
+        except ValueError:  # not a number; `request` says it
+            self._port = 0
+        self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
+
+    async def request(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Response:
+        """One exchange. Raises TimeoutError at the deadline, ConnectionError where the connection fails or breaks.
+
+        A request that is given up takes its connection with it, which tells the server to stop working on it.
+        """
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept: */*\r\n"
+        if method == "POST":
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n"
+        async with asyncio.timeout(deadline_s):
+            connection = await self._connection()
+            self._busy.add(connection)
+            try:
+                connection.writer.write(head.encode() + b"\r\n" + (body or b""))
+                message = await read_message(connection.reader, until_eof=True)
+                status = int(message.first_line.split(" ")[1])
+            except BaseException as error:
+                connection.close()
+                if isinstance(error, EOFError | ValueError | OSError):
+                    raise ConnectionError(f"the connection broke ({type(error).__name__}: {error})") from error
+                raise
+            finally:
+                self._busy.discard(connection)
+        if connection.reader.at_eof() or message.headers.get("connection", "").lower() == "close":
+            connection.close()
+        else:
+            self._idle.append(connection._replace(idle_since=time.monotonic()))
+        return Response(status, message.body)
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if time.monotonic() - connection.idle_since < MAX_IDLE_S and not connection.reader.at_eof():
+                return connection
+            connection.close()
+        if not self._host or not self._port:
+            raise ConnectionError(f"{self.url!r} is not an address like http://127.0.0.1:30000")
+        try:
+            reader, writer = await asyncio.open_connection(
+                self._host, self._port, limit=MAX_HEAD, ssl=self._secure or None
+            )
+        except OSError as error:
+            raise ConnectionError(f"no connection ({error.strerror or error})") from error
+        return _Connection(reader, writer, time.monotonic())
+
+    def close(self) -> None:
+        """Close every connection; what is under way fails with ConnectionError."""
+        for connection in (*self._idle, *self._busy):
+            connection.close()
+        self._idle.clear()
+
+
+async def read_message(reader: asyncio.StreamReader, *, until_eof: bool) -> Message:
+    """Read one message. `until_eof`: without any length the body ends with the connection (so a response may).
+
+    Raises EOFError where the message is cut off, ValueError where it isn't HTTP.
+    """
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except asyncio.LimitOverrunError as error:
+        raise ValueError(f"more than {MAX_HEAD} bytes of headers") from error
+    first_line, *lines = head[:-4].split("\r\n")
+    if "HTTP/1." not in first_line or first_line.count(" ") < 1:
+        raise ValueError(f"not HTTP/1.1: {first_line[:80]!r}")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "content-length" in headers:
+        return Message(first_line, headers, await reader.readexactly(int(headers["content-length"])))
+    if "chunked" in headers.get("transfer-encoding", "").lower():
+        return Message(first_line, headers, await _read_chunks(reader))
+    bodiless = not until_eof or first_line.split(" ")[1] in ("204", "304")
+    return Message(first_line, headers, b"" if bodiless else await reader.read())
+
+
+async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
+    chunks = []
+    while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
+        chunks.append(await reader.readexactly(size))
+        await reader.readexactly(2)
+    while await reader.readuntil(b"\r\n") != b"\r\n":  # trailers
+        pass
+    return b"".join(chunks)

@@ -1,0 +1,136 @@
+"""The ledger of a run's rollouts: append-only, safe against a kill at any moment, and quick to ask.
+
+    ledger = Ledger(run_dir)              one writer at a time; mends what a kill left behind, `notes` says what
+    ledger.append(record)                 acknowledged when it returns
+    with open_reader(run_dir) as reader:  any number, beside the writer too (ledger_reader.py)
+        reader.find(Query(receipt="8f2c..."))
+
+    append:   line into rollouts.jsonl -> row into the index
+    rotation: rollouts.jsonl -> rollouts/_000004.jsonl (rename) -> 000004.parquet (whole or not at all) -> lines removed
+
+The data are the truth: the index follows them and can be rebuilt, and if it fails, appending goes on without it. A kill
+loses at most the record that was being written. Against a power cut: Parquet segments are on the disk before their
+lines are removed; the last lines of the active segment are not forced out one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from slime_backend.provenance.errors import ConversionError, LedgerError
+from slime_backend.provenance.jsonl import JsonlWriter
+from slime_backend.provenance.ledger_catch_up import lock_ledger, open_index
+from slime_backend.provenance.ledger_index import Entry, LedgerIndex
+from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.segments import ACTIVE, FOLDER, PARTIAL, list_segments, parquet_module, sealed_path
+
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 16 * 1024 * 1024  # of lines, before a segment is sealed: some 2,500 rollouts of 1,200 tokens
+LOCK_S = 30.0  # a reader that rebuilds the index holds the lock too
+
+
+class Ledger:
+    """The writer. Raises LedgerError where another process writes to the same run, OSError where the disk refuses."""
+
+    def __init__(self, run_dir: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self.run_dir, self.segment_bytes = run_dir, segment_bytes
+        self.notes: list[str] = []  # what opening had to mend, one line each
+        self._lock: TextIO | None = lock_ledger(run_dir, LOCK_S)
+        if self._lock is None:
+            raise LedgerError(f"another process writes rollouts to {run_dir}; wait for it or choose another run")
+        self._index: LedgerIndex | None = None
+        try:
+            self._finish_rotations()
+            self._open_active()
+            if self._writer.dropped:
+                self._note(f"the last record was cut off by a kill ({self._writer.dropped} bytes) and is dropped")
+            self._open_index()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def append(self, record: RolloutRecord) -> None:
+        """Store a record. When this returns, no kill of this process can lose it."""
+        if self._writer.size >= self.segment_bytes:
+            self._rotate()
+        offset = self._writer.append(record.to_json())
+        entry = Entry(record.receipt, record.session or record.group, record.rollout_class, record.versions)
+        self._with_index(lambda index: index.add(self._number, [(self._row, offset, entry)]))
+        self._row += 1
+
+    def close(self) -> None:
+        self._writer.close()
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _open_active(self) -> None:
+        self._number = list_segments(self.run_dir)[-1].number
+        self._writer = JsonlWriter(self.run_dir / ACTIVE)
+        with (self.run_dir / ACTIVE).open("rb") as file:
+            self._row = sum(1 for _ in file)
+
+    def _open_index(self) -> None:
+        try:
+            self._index, said = open_index(self.run_dir)
+        except sqlite3.Error as error:  # the index is a convenience, the records are not
+            said = [f"rollouts are recorded without an index: {error}"]
+        for note in said:
+            self._note(note)
+
+    def _rotate(self) -> None:
+        number = self._number
+        (self.run_dir / ACTIVE).rename(sealed_path(self.run_dir, number, "jsonl"))
+        self._writer.close()
+        self._open_active()
+        self._convert(number)
+
+    def _convert(self, number: int) -> None:
+        """Turn a sealed segment into Parquet. Where that fails its lines stay, and stay readable."""
+        lines, parquet = (sealed_path(self.run_dir, number, kind) for kind in ("jsonl", "parquet"))
+        try:
+            rows = parquet_module().convert(lines, parquet)
+        except (ConversionError, LedgerError) as error:
+            self._note(f"segment {number} stays JSON lines: {error}")
+            return
+        size = parquet.stat().st_size
+        self._with_index(lambda index: index.seal(number, size, rows) if index.rows(number) == rows else None)
+        lines.unlink()
+
+    def _finish_rotations(self) -> None:
+        for path in (self.run_dir / FOLDER).glob(f"*{PARTIAL}"):
+            path.unlink()
+        for segment in list_segments(self.run_dir):
+            if segment.kind == "parquet":
+                sealed_path(self.run_dir, segment.number, "jsonl").unlink(missing_ok=True)
+            elif segment.sealed:
+                self._note(f"segment {segment.number} was sealed and not yet Parquet; it is turned over now")
+                self._convert(segment.number)
+
+    def _with_index(self, action: Callable[[LedgerIndex], object]) -> None:
+        if self._index is None:
+            return
+        try:
+            action(self._index)
+        except sqlite3.Error as error:
+            self._index.close()
+            self._index = None
+            self._note(f"the index failed and is left alone until the ledger is opened again: {error}")
+
+    def _note(self, text: str) -> None:
+        log.warning("%s: %s", self.run_dir, text)
+        self.notes.append(text)

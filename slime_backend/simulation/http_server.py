@@ -1,0 +1,67 @@
+"""A loopback HTTP server for fake engines, as light as the client that is timed against it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from slime_backend.http_channel import MAX_HEAD, read_message
+
+
+class Reply(NamedTuple):
+    """An answer; `None` in its place breaks the connection."""
+
+    body: Any = ""  # text, or what becomes JSON
+    status: int = 200
+
+
+# (path, body) -> the answer
+Handler = Callable[[str, dict[str, Any]], Awaitable[Reply | None]]
+
+
+class HttpServer:
+    """Serves `handler` on 127.0.0.1; keeps connections alive."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self, port: int = 0) -> int:
+        """Listen; returns the port."""
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=MAX_HEAD)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Stop listening and break every connection, as the end of a process does."""
+        if self._server is None:
+            return
+        self._server.close()
+        self._server = None
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            while self._server is not None:  # also for a connection that was accepted while it stopped
+                message = await read_message(reader, until_eof=False)
+                path = message.first_line.split(" ", 2)[1]
+                reply = await self._handler(path, json.loads(message.body or b"{}"))
+                if reply is None:
+                    break
+                text = reply.body if isinstance(reply.body, str) else json.dumps(reply.body)
+                content = text.encode()
+                writer.write(b"HTTP/1.1 %d \r\nContent-Length: %d\r\n\r\n" % (reply.status, len(content)) + content)
+        except (EOFError, OSError):  # the client has gone
+            pass
+        except asyncio.CancelledError:  # by `stop`; asyncio's streams would log it as an error (Python 3.11)
+            pass
+        finally:
+            self._connections.discard(task)
+            writer.transport.abort()

@@ -1,0 +1,146 @@
+"""The HTTP that engines are called over, against a server that answers byte by byte what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slime_backend.http_channel import HttpChannel, Response
+
+
+class RawServer:
+    """Answers each request with the next of `answers`, then closes the connection if `close`."""
+
+    def __init__(self, *answers: bytes, close: bool = False) -> None:
+        self.answers, self.close = list(answers), close
+        self.requests: list[bytes] = []
+        self.connections = self.gone = 0
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc):
+        self.server.close()
+
+    async def _serve(self, reader, writer):
+        self.connections += 1
+        while True:
+            head = await reader.read(1 << 16)
+            if not head:
+                self.gone += 1
+                break
+            self.requests.append(head)
+            for byte in self.answers.pop(0) if self.answers else b"":
+                writer.write(bytes([byte]))
+                await writer.drain()
+            if self.close:
+                break
+        writer.close()
+
+
+def ask(run_async, server, times=1, path="/x"):
+    async def scenario():
+        async with server:
+            channel = HttpChannel(server.url)
+            answers = [await channel.request("POST", path, b'{"a":1}', 5.0) for _ in range(times)]
+            channel.close()
+            return answers
+
+    return run_async(scenario())
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", Response(200, b"ok")),
+        (b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n", Response(400, b"")),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", Response(204, b"")),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2;ext=1\r\nab\r\n1\r\nc\r\n0\r\nTrailer: 1\r\n\r\n",
+            Response(200, b"abc"),
+        ),
+    ],
+)
+def test_bodies_of_every_kind_over_one_kept_connection(run_async, raw, expected):
+    server = RawServer(raw, raw)
+    assert ask(run_async, server, times=2) == [expected, expected]
+    assert server.connections == 1
+    assert server.requests[0].startswith(b"POST /x HTTP/1.1\r\n")
+    assert server.requests[0].endswith(b'Content-Length: 7\r\n\r\n{"a":1}')
+
+
+def test_a_body_without_a_length_ends_with_the_connection(run_async):
+    server = RawServer(b"HTTP/1.1 200 OK\r\n\r\nall of it", close=True)
+    assert ask(run_async, server) == [Response(200, b"all of it")]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nshort",
+        b"HTTP/1.1 200 OK\r\nContent-Length: ten\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
+        b"HTTP/1.1 two hundred\r\nContent-Length: 0\r\n\r\n",
+        b"220 mail.example.org ESMTP\r\n\r\n",
+    ],
+)
+def test_a_broken_answer_is_a_connection_error(run_async, raw):
+    with pytest.raises(ConnectionError, match="broke"):
+        ask(run_async, RawServer(raw, close=True))
+
+
+@pytest.mark.parametrize("url", ["localhost:30000", "ftp://x", "http://", "http://x:port", ""])
+def test_what_is_no_address_is_named(run_async, url):
+    with pytest.raises(ConnectionError, match="is not an address like"):
+        run_async(HttpChannel(url).request("GET", "/health", None, 1.0))
+
+
+def test_nobody_listens(run_async):
+    with pytest.raises(ConnectionError, match="no connection"):
+        run_async(HttpChannel("http://127.0.0.1:1").request("GET", "/health", None, 1.0))
+
+
+def test_a_request_that_is_given_up_takes_its_connection_along(run_async):
+    async def scenario():
+        async with RawServer() as server:
+            channel = HttpChannel(server.url)
+            with pytest.raises(TimeoutError):
+                await channel.request("GET", "/slow", None, 0.05)
+            while not server.gone:
+                await asyncio.sleep(0.01)
+
+    run_async(scenario(), 5)
+
+
+def test_a_connection_that_the_server_closed_is_not_used_again(run_async):
+    server = RawServer(*[b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"] * 2, close=True)
+
+    async def scenario():
+        async with server:
+            channel = HttpChannel(server.url)
+            await channel.request("GET", "/", None, 5.0)
+            await asyncio.sleep(0.05)
+            await channel.request("GET", "/", None, 5.0)
+            channel.close()
+
+    run_async(scenario())
+    assert server.connections == 2
+
+
+def test_closing_breaks_what_is_under_way(run_async):
+    async def scenario():
+        async with RawServer() as server:
+            channel = HttpChannel(server.url)
+            waiting = asyncio.create_task(channel.request("GET", "/slow", None, 30.0))
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            channel.close()
+            with pytest.raises(ConnectionError, match="broke"):
+                await waiting
+
+    run_async(scenario(), 5)
