@@ -12,8 +12,8 @@ help:
 	@echo "make demo    train with two live engines on this CPU (CONFIG=configs/..., ARGS='--set steps=20')"
 	@echo "make test    run the tests (ARGS='-m \"not engine\"' leaves out those that start an engine)"
 	@echo "make test-compat    run the engine tests that apply to SGLang 0.5.15.post1, in $(VENV_COMPAT) (11 GB more)"
-	@echo "make test-soak    the long tests: the real small model, 200 publications, 20,000 steps of faults,"
-	@echo "                  a million ledger records through a hundred kills"
+	@echo "make test-soak    the long tests: the real small model, 200 publications, 300 rounds of fan-out, 20,000 steps"
+	@echo "                  of faults, a million ledger records through a hundred kills"
 	@echo "make check   lint, types and tests, as CI does"
 
 env:
@@ -26,9 +26,11 @@ test: env
 	@$(BIN)/python -m pytest -m "not soak" $(ARGS)
 
 test-soak: env
-	@REEF_ALL_KINDS=1 REEF_PUBLICATIONS=200 REEF_STATE_STEPS=20000 $(BIN)/python -m pytest $(ARGS) \
+	@REEF_ALL_KINDS=1 REEF_PUBLICATIONS=200 REEF_STATE_STEPS=20000 REEF_ALL_TAILS=1 REEF_TREE_ROUNDS=300 \
+	    $(BIN)/python -m pytest $(ARGS) \
 	    tests/test_publication_states.py tests/engine_plugin/test_scope_engine.py tests/test_run_engine.py \
-	    tests/test_publication_killed.py tests/provenance/test_ledger_kills.py
+	    tests/test_publication_killed.py tests/provenance/test_ledger_kills.py \
+	    tests/engine_plugin/test_swa_anchors.py tests/engine_plugin/test_swa_anchors_engine.py
 
 # The older SGLang wants another torch, so it has an environment of its own.
 test-compat:

@@ -1,4 +1,4 @@
-"""`reef-slime`: train, up, audit, rollouts, publish, doctor.
+"""`reef-slime`: train, up, audit, rollouts, publish, doctor, bench.
 
 Exit codes: 0 done, 1 something failed (or an audit found a violation), 2 the command or its configuration is wrong,
 130 interrupted. Every failure is one line on standard error. Heavy imports happen inside the commands,
@@ -33,6 +33,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+bench = typer.Typer(help="Measure ours beside what there is without it.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
 
 T = TypeVar("T")
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, e.g. configs/cpu_tiny.yaml")]
@@ -245,6 +248,26 @@ def doctor(
         raise typer.Exit(1)
 
 
+@bench.command()
+def swa(as_json: AsJson = False) -> None:
+    """Fan-out over a shared prompt on a sliding-window model, with SGLang as it is beside it; some minutes.
+
+    Exit code 1 if a goal isn't met."""
+    from slime_backend.bench.rows import print_rows, to_json
+    from slime_backend.bench.swa import bench_swa
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    rows = _run_async(bench_swa(say))
+    if as_json:
+        typer.echo(json.dumps(to_json("swa", rows)))
+    else:
+        print_rows("sliding-window prefix cache", rows)
+    if not all(row.holds for row in rows):
+        raise typer.Exit(1)
+
+
 def _holders(names: list[str] | None) -> frozenset[str]:
     unknown = sorted(set(names or ()) - set(HOLDER_NAMES))
     if unknown:
@@ -287,6 +310,7 @@ def _fail(message: str, code: int = 1) -> None:
 
 def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseException], ...]]:
     """(usage errors: exit code 2, failures: exit code 1). Anything else is a bug and keeps its traceback."""
+    from slime_backend.bench.rows import BenchError
     from slime_backend.engine_client import EngineError
     from slime_backend.engine_process import EngineStartError, PortOccupiedError
     from slime_backend.fleet import FleetError
@@ -297,6 +321,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
 
     usage = (ConfigError, PolicyError)
     failures = (
+        BenchError,
         EngineError,
         EngineStartError,
         PortOccupiedError,

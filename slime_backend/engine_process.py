@@ -32,8 +32,8 @@ LOOPBACK = "127.0.0.1"
 HIGHEST_PORT = 65535 - 10000
 STOP_S = 15.0  # a killed engine may take a while to give its memory back
 DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
-# What a run asks for: also what older SGLang lacks, which reports "not needed" elsewhere.
-RUN_HOOKS = (*DEFAULT_HOOKS, "retract_flush", "sampled_spans")
+# What a run asks for: also what one SGLang or one kind of model needs, which reports "not needed" elsewhere.
+RUN_HOOKS = (*DEFAULT_HOOKS, "retract_flush", "sampled_spans", "swa_anchors")
 
 
 class EngineStartError(RuntimeError):

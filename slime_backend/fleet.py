@@ -18,7 +18,7 @@ from typing import Any, Literal
 from slime_backend.engine_client import EngineClient
 from slime_backend.kv_holders import unhandled
 from slime_backend.policy import Policy, check_radix_setting
-from slime_backend.wire import SchedulerReport
+from slime_backend.wire import ACTIVE, SchedulerReport
 
 Status = Literal["joining", "confirmed", "retired"]
 
@@ -39,6 +39,7 @@ class Member:
     status: Status = "joining"
     version: str | None = None  # the version that it was last confirmed at
     reason: str = ""  # why it was retired
+    hooks: frozenset[str] = frozenset()  # active on every rank when it was admitted
     in_flight: int = 0  # requests that the dispatcher has sent and not yet got back
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # set for good once it is retired
 
@@ -86,6 +87,10 @@ class Fleet:
             if member.status == "confirmed" and member.version != version:
                 member.status = "joining"
         self._notify()
+
+    def has_hook(self, name: str) -> bool:
+        """Whether some member runs the plugin's hook `name`, not counting an SGLang that does without it."""
+        return any(name in member.hooks for member in self.members.values())
 
     def routable(self) -> list[Member]:
         return [m for m in self.members.values() if m.status == "confirmed" and m.version == self.version]
@@ -166,7 +171,8 @@ async def admit(fleet: Fleet, client: EngineClient) -> Member:
     info = await client.server_info()
     reports = await client.reports(info)
     check_fit(client.name, info, reports, fleet.policy, fleet.allow)
-    member = Member(client)
+    active = [{name for name, status in report.hooks.items() if status == ACTIVE} for report in reports]
+    member = Member(client, hooks=frozenset(set.intersection(*active)))
     fleet.add(member)
     # A paused engine is in somebody's publication, or its publisher died in one: its label says nothing yet.
     trusted = not any(r.kv.paused or r.instance_id in fleet.suspects for r in reports)

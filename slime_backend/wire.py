@@ -4,7 +4,8 @@ Small frozen dataclasses of raw values, shared by both sides and importing nothi
 every verdict on them (`KvEvidence.is_empty`) is made here, on the reader's side, in one place.
 
     /server_info  -> internal_states[i]["reef_slime"]        SchedulerReport, one per data-parallel rank
-    /generate     -> meta_info["weight_versions"]            list of Span over output tokens (who sampled)
+    /generate     <- sampling_params.custom_params["kv_anchors"]   prompt positions where other prompts will diverge
+                  -> meta_info["weight_versions"]            list of Span over output tokens (who sampled)
                      meta_info["kv_provenance"]              list of KvSegment over output tokens (under which KV)
                      meta_info["prefills"]                   list of Prefill (what each admission reused and computed)
 """
@@ -19,6 +20,8 @@ REPORT_KEY = "reef_slime"
 KV_PROVENANCE_KEY = "kv_provenance"
 PREFILLS_KEY = "prefills"
 SAMPLED_SPANS_KEY = "weight_versions"
+ANCHORS_KEY = "kv_anchors"
+ANCHORS_HOOK = "swa_anchors"  # the hook that reads it
 HOOKS_VARIABLE = "REEF_SLIME_HOOKS"  # comma-separated hook names; a process without it is left untouched
 
 ACTIVE = "active"

@@ -20,7 +20,7 @@ def run(*args: str, cwd: Path = ROOT, timeout: float = 300) -> subprocess.Comple
 def test_help_names_the_commands():
     done = run("--help")
     assert done.returncode == 0
-    for command in ("train", "up", "audit", "rollouts"):
+    for command in ("train", "up", "audit", "rollouts", "bench"):
         assert command in done.stdout
 
 
@@ -34,6 +34,8 @@ def test_help_names_the_commands():
         (["train", "configs/cpu_tiny.yaml", "--set", "stesp=3"], "unknown key 'stesp'; did you mean 'steps'?"),
         (["train", "configs/cpu_tiny.yaml", "--set", "layout=colocated"], "the local trainer is disjoint"),
         (["up", "configs/cpu_tiny.yaml", "--set", "ports=[1]"], "ports lists 1 ports for engines=2"),
+        (["bench", "nope"], "No such command"),
+        (["bench", "swa", "--nope"], "No such option"),
         (["train", "configs/cpu_tiny.yaml", "--staleness", "drop"], "give max_version_lag as well"),
         (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "-1"], "max_version_lag=-1"),
         (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "x"], "valid integer"),

@@ -10,6 +10,7 @@ the one to refuse.
     kv_evidence    kv_evidence.py     /server_info: what each scheduler counted itself
     kv_spans       kv_spans.py        meta_info: which weights sampled each token, and which computed its context
     scope          scope.py           radix-cache keys: the weight epoch; sweeps older entries at a publication
+    swa_anchors    swa_anchors.py     radix cache: keeps a sliding window where prompts may diverge
     retract_flush  retract_flush.py   lets a flush through after a retract pause, where SGLang refuses it
     sampled_spans  sampled_spans.py   meta_info: which weights sampled each token, where SGLang doesn't say
 """
@@ -29,6 +30,7 @@ HOOK_MODULES: dict[str, str] = {
     "kv_evidence": "slime_backend.engine_plugin.kv_evidence",
     "kv_spans": "slime_backend.engine_plugin.kv_spans",
     "scope": "slime_backend.engine_plugin.scope",
+    "swa_anchors": "slime_backend.engine_plugin.swa_anchors",
     "retract_flush": "slime_backend.engine_plugin.retract_flush",
     "sampled_spans": "slime_backend.engine_plugin.sampled_spans",
 }

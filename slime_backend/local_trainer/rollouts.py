@@ -20,10 +20,11 @@ from typing import Any
 from slime_backend.config import RunConfig
 from slime_backend.dispatch import generate
 from slime_backend.fleet import Fleet
-from slime_backend.local_trainer.task import Question, Task, prompt_ids
+from slime_backend.local_trainer.task import Question, Task, prompt_ids, shared_prompt_length
 from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.wire import ANCHORS_HOOK, ANCHORS_KEY
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class RolloutWorker:
     ) -> None:
         self.fleet, self.config, self.task, self.tokenizer, self.say = fleet, config, task, tokenizer, say
         self.counts = RolloutCounts()
+        self._shared = shared_prompt_length(tokenizer, task)
         self._submitted = JsonlWriter(run_dir / "submitted.jsonl")
         self._rollouts = Ledger(run_dir, segment_bytes=int(config.rollouts_segment_mib * 2**20))
         # A resumed run must not ask the questions of its first part again, so the seed takes in how many there were.
@@ -135,6 +137,7 @@ class RolloutWorker:
                     "max_new_tokens": question.max_tokens,
                     "ignore_eos": not self.task.stop_at_end,
                     **({"stop_token_ids": [self.tokenizer.eos_token_id]} if self.task.stop_at_end else {}),
+                    **self._anchors(),
                 },
             },
             on_retry=self._count_retry,
@@ -155,6 +158,13 @@ class RolloutWorker:
         self._rollouts.append(record)
         self.counts.completed += 1
         return record
+
+    def _anchors(self) -> dict[str, Any]:
+        """Where other prompts of the task will diverge from this one, for engines that keep windows there: only those
+        of hybrid models do."""
+        if not self._shared or not self.fleet.has_hook(ANCHORS_HOOK):
+            return {}
+        return {"custom_params": {ANCHORS_KEY: [self._shared]}}
 
     def _count_retry(self, reason: str) -> None:
         self.counts.resubmitted += 1

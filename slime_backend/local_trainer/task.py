@@ -45,6 +45,17 @@ def prompt_ids(tokenizer: Any, task: Task, question: Question) -> list[int]:
     return [int(token) for token in ids]
 
 
+def shared_prompt_length(tokenizer: Any, task: Task) -> int:
+    """Tokens that every prompt of `task` begins with: where its prompts diverge.
+
+    Found by rendering questions that begin with characters of different kinds, so that a tokenizer which joins the
+    first of them to what stands before is seen to.
+    """
+    prompts = [prompt_ids(tokenizer, task, Question(text, "", 1)) for text in ("0", "a", "Z", "\n", "(", "é")]
+    first, last = min(prompts), max(prompts)  # what these two share, all between share
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, prompts)))
+
+
 KINDS: dict[str, str] = {
     "figures and signs": string.digits + string.punctuation,
     "capitals": string.ascii_uppercase,

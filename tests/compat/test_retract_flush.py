@@ -15,7 +15,7 @@ from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport
 from slime_backend.transports.distributed import DistributedTransport
-from slime_backend.wire import ACTIVE
+from slime_backend.wire import ACTIVE, NOT_NEEDED
 from tests.helpers import DEADLINES, body, difference, fleet_on, load, logprobs, prompt, reference, versions
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("older_generation")]
@@ -51,12 +51,12 @@ async def decoding(client, prompts, tokens, **options):
     return tasks
 
 
-def test_every_hook_is_active(engine, run_async):
+def test_every_hook_is_active_but_the_one_for_a_fault_that_came_later(engine, run_async):
     async def hooks():
         async with EngineClient(engine.url) as client:
             return (await client.reports())[0].hooks
 
-    assert run_async(hooks()) == dict.fromkeys(RUN_HOOKS, ACTIVE)
+    assert run_async(hooks()) == {**dict.fromkeys(RUN_HOOKS, ACTIVE), "swa_anchors": NOT_NEEDED}
 
 
 @pytest.mark.parametrize("kind", ["disk", "distributed"])

@@ -1,0 +1,1 @@
+"""Measurements side by side with what others do: `reef-slime bench NAME --json`."""

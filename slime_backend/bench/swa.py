@@ -1,0 +1,336 @@
+"""`reef-slime bench swa`: fan-out over a shared prompt on a hybrid model, SGLang as it is beside SGLang with anchors.
+
+Three pairs of real engines on this CPU, one pair at a time, each a tiny model with a window of 128 tokens. Both engines
+of a pair get the same requests, one after the other in turn, so that neither runs while the other is timed. `peer` is
+the engine without the hook `swa_anchors`. Reuse is the share of the tokens that a prompt shares with earlier ones.
+
+    wide     one chunk takes a whole prompt    all rows of reuse, and the wall time
+    roomy    6000 sliding-window slots         slots for one prompt; a parked head
+    tight    3000 sliding-window slots         too small for what is asked: the same answers, no error
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime_backend.bench.rows import BenchError, Row, ratio
+from slime_backend.engine_client import Deadlines, EngineClient
+from slime_backend.engine_plugin.anchor_plan import grid
+from slime_backend.engine_process import DEFAULT_HOOKS, EngineSettings, LocalEngine
+from slime_backend.local_trainer.models import ASSISTANT, END, SYSTEM, USER, byte_tokenizer, make_tiny_model
+from slime_backend.wire import ACTIVE, ANCHORS_HOOK, ANCHORS_KEY, KvEvidence
+
+WINDOW = 128
+KEPT = WINDOW + 1  # slots that SGLang keeps behind a checkpoint: the window, and one for a prompt that ends there
+HEAD = 8192
+OFF_GRID = 7777  # a head that no grid position happens to end at
+ROUNDS = 5
+TAILS = range(1, 401)
+TAILED = 701  # the head before each of them; one chunk holds both
+DEADLINE_S = 120.0
+TOLERANCE = 1e-5
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    found: int  # tokens of the prompt that came from the cache
+    computed: int
+    seconds: float
+    output: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    client: EngineClient
+
+    async def ask(self, ids: Sequence[int], tokens: int = 16, anchors: Sequence[int] | None = None) -> Answer:
+        custom = {} if anchors is None else {"custom_params": {ANCHORS_KEY: list(anchors)}}
+        sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **custom}
+        start = time.perf_counter()
+        body = await self.client.generate({"input_ids": list(ids), "return_logprob": True, "sampling_params": sampling})
+        seconds = time.perf_counter() - start
+        meta = body["meta_info"]
+        found = int(meta["cached_tokens"])
+        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+        return Answer(found, len(ids) - found, seconds, body["output_ids"], logprobs)
+
+    async def kv(self) -> KvEvidence:
+        return (await self.client.reports())[0].kv
+
+    async def used(self) -> int:
+        kv = await self.kv()
+        return kv.swa_capacity - kv.swa_free
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same engine without the hook and with it."""
+
+    peer: Side
+    ours: Side
+
+    async def ask(self, ids: Sequence[int], **options: Any) -> tuple[Answer, Answer]:
+        return await self.peer.ask(ids, **options), await self.ours.ask(ids, **options)
+
+    async def flush(self) -> None:
+        for side in (self.peer, self.ours):
+            await side.client.flush()
+
+
+@asynccontextmanager
+async def running_pair(model: Path, logs: Path, name: str, **settings: Any) -> AsyncIterator[Pair]:
+    """Both engines, started side by side and ended whatever happens. Raises EngineStartError, BenchError."""
+    hooks = {"peer": DEFAULT_HOOKS, "ours": (*DEFAULT_HOOKS, ANCHORS_HOOK)}
+    engines = [
+        LocalEngine(
+            EngineSettings(model=str(model), hooks=names, **settings),
+            log_path=logs / f"{name}-{side}.log",
+            name=f"{name}-{side}",
+        )
+        for side, names in hooks.items()
+    ]
+    clients: list[EngineClient] = []
+    try:
+        for engine in engines:
+            engine.start()
+        await asyncio.gather(*(asyncio.to_thread(engine.wait_ready) for engine in engines))
+        clients = [EngineClient(e.url, name=e.name, deadlines=Deadlines(generate=DEADLINE_S)) for e in engines]
+        status = [(await client.reports())[0].hooks.get(ANCHORS_HOOK) for client in clients]
+        if status != [None, ACTIVE]:
+            raise BenchError(f"the hook {ANCHORS_HOOK} is {status[1]!r} on this SGLang; there is nothing to compare")
+        yield Pair(*(Side(client) for client in clients))
+    finally:
+        for client in clients:
+            await client.close()
+        await asyncio.shield(asyncio.gather(*(asyncio.to_thread(engine.stop) for engine in engines)))
+
+
+class Prompts:
+    """Prompts of random bytes in the tiny model's chat template; no two heads are alike."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        tokenizer = byte_tokenizer()
+        self._mark = {name: tokenizer.convert_tokens_to_ids(name) for name in (END, SYSTEM, USER, ASSISTANT)}
+
+    def text(self, length: int) -> list[int]:
+        return [self._random.randrange(256) for _ in range(length)]
+
+    def head(self, length: int) -> list[int]:
+        """`length` tokens that the questions of one system prompt begin with."""
+        return [self._mark[SYSTEM], *self.text(length - 3), self._mark[END], self._mark[USER]]
+
+    def turn(self, length: int) -> list[int]:
+        """A user's text, up to where the reply begins."""
+        return [*self.text(length), self._mark[END], self._mark[ASSISTANT]]
+
+    def next_turn(self, length: int) -> list[int]:
+        return [self._mark[END], self._mark[USER], *self.turn(length)]
+
+
+def reuse_row(case: str, shared: int, answers: Sequence[tuple[Answer, Answer]], goal: float | None) -> Row:
+    """The worst share that either side found; `goal` None: no less than the peer."""
+    peer, ours = (min(a.found for a in side) / shared for side in zip(*answers, strict=True))
+    computed = [sum(a.computed for a in side) for side in zip(*answers, strict=True)]
+    wanted = peer if goal is None else goal
+    words = "no less than the peer" if goal is None else f"at least {goal:g}"
+    return Row(case, round(peer, 4), round(ours, 4), ratio(*computed), words, ours >= wanted)
+
+
+async def wide_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
+    rows: list[Row] = []
+    firsts, seconds, appends, dropped = [], [], [], []
+    for i in range(ROUNDS):
+        say(f"fan-out {i + 1}/{ROUNDS}")
+        head = prompts.head(HEAD)
+        await pair.ask(head + prompts.turn(300))
+        firsts.append(await pair.ask(head + prompts.turn(80), tokens=2))
+        history = head + prompts.turn(400)
+        answers = await pair.ask(history, tokens=64)
+        seconds.append(answers)
+        # The peer's reply for both: the histories must be alike.
+        appends.append(await pair.ask(history + answers[0].output + prompts.next_turn(100)))
+        dropped.append(await pair.ask(history + prompts.next_turn(90)))
+    rows.append(reuse_row(f"first fan-out, system prompt of {HEAD}, found without a hint", HEAD, firsts, 0.99))
+    rows.append(reuse_row("second fan-out", HEAD, seconds, None))
+    rows.append(reuse_row("append: history, reply, new turn", HEAD + 402 + 64, appends, None))
+    rows.append(reuse_row("append with the reasoning dropped", HEAD + 402, dropped, None))
+    peer_s, our_s = (statistics.median(a.seconds for a in side) for side in zip(*firsts, strict=True))
+    times = ratio(peer_s, our_s)
+    rows.append(
+        Row(
+            "wall of the first fan-out, s (median)",
+            round(peer_s, 4),
+            round(our_s, 4),
+            times,
+            "at most 1/5",
+            our_s * 5 <= peer_s,
+        )
+    )
+
+    say("hints and the grid")
+    raw = prompts.text(OFF_GRID)
+    await pair.ask(raw + prompts.text(300), anchors=[len(raw)])
+    hinted = await pair.ask(raw + prompts.text(80), anchors=[len(raw)])
+    rows.append(reuse_row("first fan-out, no chat template, hint", len(raw), [hinted], 0.99))
+    raw = prompts.text(9000)
+    await pair.ask(raw + prompts.text(300))
+    guessed = await pair.ask(raw + prompts.text(80))
+    last = max(step for step in grid(len(raw) + 300, 4) if step <= len(raw))
+    rows.append(
+        reuse_row("first fan-out, neither template nor hint: the grid", len(raw), [guessed], round(last / 9000, 4))
+    )
+
+    say("sessions")
+    head = prompts.head(OFF_GRID)
+    await pair.ask(head + prompts.turn(200))
+    sessions = [await pair.ask(head + prompts.turn(200 + i)) for i in range(4)]
+    rows.append(reuse_row(f"four sessions, one system prompt of {OFF_GRID} (the worst)", OFF_GRID, sessions, 0.99))
+    rows.append(await eight_at_once(pair, prompts))
+
+    shortest: list[tuple[Answer, Answer]] = []
+    for tail in TAILS:
+        if tail % 50 == 0:
+            say(f"tail lengths {tail}/{TAILS[-1]}")
+        raw = prompts.text(TAILED)
+        await pair.ask(raw + prompts.text(tail), anchors=[TAILED], tokens=2)
+        shortest.append(await pair.ask(raw + prompts.text(tail), anchors=[TAILED], tokens=2))
+    rows.append(reuse_row(f"every tail length 1..{TAILS[-1]}, head of {TAILED} (the worst)", TAILED, shortest, 0.99))
+    return rows
+
+
+async def eight_at_once(pair: Pair, prompts: Prompts) -> Row:
+    """Eight sessions of one new head; those that find it, in one wave of requests or in two."""
+    head = prompts.head(HEAD)
+    waves = [[head + prompts.turn(300 + i + 10 * wave) for i in range(8)] for wave in range(2)]
+    found, computed, needed = [], [], []
+    for side in (pair.peer, pair.ours):
+        cost = reusing = used = 0
+        while reusing < 7 and used < len(waves):
+            answers = await asyncio.gather(*(side.ask(ids) for ids in waves[used]))
+            reusing = sum(a.found >= 0.99 * HEAD for a in answers)
+            cost += sum(a.computed for a in answers)
+            used += 1
+        found.append(reusing)
+        computed.append(cost)
+        needed.append(used)
+    case = f"eight sessions at once: how many reuse (waves: {needed[0]}, {needed[1]})"
+    return Row(case, found[0], found[1], ratio(*computed), "at least 7", found[1] >= 7)
+
+
+async def roomy_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
+    say("slots")
+    await pair.flush()
+    await pair.ask(prompts.head(7000) + prompts.text(300), tokens=8)
+    peer, ours = await pair.peer.used(), await pair.ours.used()
+    goal = f"at most the peer's + {KEPT}: one anchor, window + 1 as SGLang keeps it"
+    rows = [
+        Row(
+            "window slots for a prompt of 7300, chunks of 2048",
+            peer,
+            ours,
+            ratio(peer, ours),
+            goal,
+            ours <= peer + KEPT,
+        )
+    ]
+    say("a parked session")
+    await pair.flush()
+    parked = prompts.head(HEAD)
+    await pair.ask(parked + prompts.turn(300))
+    for _ in range(5):
+        await pair.ask(prompts.head(HEAD) + prompts.turn(300))
+    back = await pair.ask(parked + prompts.turn(80))
+    rows.append(reuse_row("a parked head after five others, 6000 slots", HEAD, [back], 0.99))
+    return rows
+
+
+async def tight_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
+    say("a pool that is too small")
+    heads = [prompts.head(3500) for _ in range(5)]
+    alone = [head + prompts.turn(n) for head in heads for n in (60, 70)]
+    at_once = [heads[-1] + prompts.turn(80 + i) for i in range(8)]
+    distinct = [prompts.head(1750) + prompts.turn(40) for _ in range(8)]
+    answers: list[list[Answer]] = []
+    peaks = []
+    for side in (pair.peer, pair.ours):
+        peak = asyncio.create_task(watch_peak(side))
+        got = [await side.ask(ids) for ids in alone]
+        for group in (at_once, distinct):
+            got += await asyncio.gather(*(side.ask(ids) for ids in group))
+        peak.cancel()
+        peaks.append(await peak)
+        answers.append(got)
+    pairs = list(zip(*answers, strict=True))
+    same = sum(a.output == b.output and _close(a.logprobs, b.logprobs) for a, b in pairs)
+    capacity = (await pair.ours.kv()).swa_capacity
+    return [
+        Row(
+            "pool of 3000 slots: answers like the peer's",
+            len(pairs),
+            same,
+            None,
+            f"all {len(pairs)}",
+            same == len(pairs),
+        ),
+        Row(
+            "pool of 3000 slots: most in use at once",
+            peaks[0],
+            peaks[1],
+            None,
+            f"at most {capacity}",
+            peaks[1] <= capacity,
+        ),
+    ]
+
+
+async def watch_peak(side: Side) -> int:
+    """The most slots in use that a look found, until cancelled."""
+    peak = 0
+    try:
+        while True:
+            peak = max(peak, await side.used())
+            await asyncio.sleep(0.02)
+    except asyncio.CancelledError:
+        return peak
+
+
+def _close(first: Sequence[float], second: Sequence[float]) -> bool:
+    return max(abs(a - b) for a, b in zip(first, second, strict=True)) < TOLERANCE
+
+
+async def bench_swa(say: Say) -> list[Row]:
+    """All rows. Takes some minutes. Raises EngineStartError, EngineError or BenchError."""
+    rows: list[Row] = []
+    prompts = Prompts()
+    with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
+        model = make_tiny_model(Path(folder) / "tiny-hybrid", hybrid=True, max_positions=32768)
+        for name, measure, settings in (
+            ("wide", wide_rows, {"chunked_prefill_size": 16384, "max_total_tokens": 65536}),
+            ("roomy", roomy_rows, {"chunked_prefill_size": 2048, **pool(60000, 6000)}),
+            ("tight", tight_rows, {"chunked_prefill_size": 1024, **pool(40000, 3000)}),
+        ):
+            say(f"starting two engines: {name}")
+            async with running_pair(model, Path(folder), name, **settings) as pair:
+                measured = await measure(pair, prompts, say)
+            for row in measured:  # what was measured is told even if a later pair fails
+                say(f"{row.case}: peer {row.peer}, ours {row.ours} ({'holds' if row.holds else 'MISSED'}: {row.goal})")
+            rows += measured
+    return rows
+
+
+def pool(full: int, sliding: int) -> dict[str, Any]:
+    """Engine settings for so many slots of each kind."""
+    return {"max_total_tokens": full, "extra": ("--swa-full-tokens-ratio", str(sliding / full))}

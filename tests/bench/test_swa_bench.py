@@ -1,0 +1,78 @@
+"""What `reef-slime bench swa` prints and when it fails. The measurement itself takes minutes and is not run here."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from slime_backend.bench import swa
+from slime_backend.bench.rows import Row
+from slime_backend.cli import app
+from slime_backend.local_trainer.models import byte_tokenizer
+
+
+def answer(found: int, total: int) -> swa.Answer:
+    return swa.Answer(found, total - found, 0.1, [1, 2], [-0.5, -0.25])
+
+
+def test_no_gpu_is_visible() -> None:
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "goal", "expected"),  # pairs of tokens found, by the peer and by ours
+    [
+        ([(0, 1000), (0, 1000)], 0.99, (0.0, 1.0, 11.0, True)),
+        ([(0, 1000), (0, 980)], 0.99, (0.0, 0.98, 10.0, False)),  # the worst of both answers counts
+        ([(1000, 1000)], None, (1.0, 1.0, 1.0, True)),
+        ([(1000, 999)], None, (1.0, 0.999, 0.99, False)),
+    ],
+)
+def test_a_row_of_reuse(pairs: Any, goal: Any, expected: Any) -> None:
+    row = swa.reuse_row("case", 1000, [(answer(a, 1100), answer(b, 1100)) for a, b in pairs], goal)
+    assert (row.peer, row.ours, row.ratio, row.holds) == expected
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_json_is_the_contract_and_a_missed_goal_fails(monkeypatch: Any, holds: bool) -> None:
+    async def measured(say: Any) -> list[Row]:
+        say("starting two engines")
+        return [Row("first fan-out", 0.0, 0.99, 103.4, "at least 0.99", holds)]
+
+    monkeypatch.setattr(swa, "bench_swa", measured)
+    done = CliRunner().invoke(app, ["bench", "swa", "--json"])
+    assert done.exit_code == (0 if holds else 1)
+    assert json.loads(done.stdout) == {
+        "bench": "swa",
+        "rows": [
+            {
+                "case": "first fan-out",
+                "peer": 0.0,
+                "ours": 0.99,
+                "ratio": 103.4,
+                "goal": "at least 0.99",
+                "holds": holds,
+            }
+        ],
+    }
+    table = CliRunner().invoke(app, ["bench", "swa"])
+    assert "first fan-out" in table.stdout
+    assert ("NO" in table.stdout) != holds
+
+
+def test_the_prompts_are_those_of_the_chat_template() -> None:
+    prompts, tokenizer = swa.Prompts(), byte_tokenizer()
+    head, turn = prompts.head(40), prompts.turn(10)
+    assert len(head) == 40
+    system, rest = tokenizer.decode(head[1:-2]), tokenizer.decode(turn[:10])
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": rest}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode([*head, *turn]) == text
