@@ -55,6 +55,7 @@ def test_doctor_exit_code_says_whether_the_configured_policy_is_safe(engine):
     assert answer["engines"][0]["unsafe"]
 
 
+@pytest.mark.soak
 def test_doctor_and_publish_on_an_engine_without_the_plugin(tiny_model, tmp_path):
     """Nothing can be verified there: doctor says so, publish refuses to start."""
     settings = EngineSettings(model=str(tiny_model), hooks=(), max_total_tokens=20000)

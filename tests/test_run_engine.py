@@ -124,6 +124,7 @@ def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_roll
     assert "violation: " in again.stdout
 
 
+@pytest.mark.soak
 def test_interrupted_and_resumed(tmp_path, models_dir):
     """Ctrl-C writes a partial summary and ends the engines; --resume goes on from the last checkpoint."""
     settings = (*SMALL, "name=cut", "audit_rollouts=60", "engines=1")

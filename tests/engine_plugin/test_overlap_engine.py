@@ -9,7 +9,7 @@ from checks import TOLERANCE, audit_difference, check_form, contexts, decoding, 
 from engine_api import Api, Background, Serve
 from tiny_models import Reference
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]  # make test has overlap in test_scope_engine
 
 
 @pytest.fixture(scope="module")
