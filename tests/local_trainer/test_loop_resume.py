@@ -1,4 +1,4 @@
-"""A local run that is interrupted and goes on, on a fake engine. With real engines and Ctrl-C: tests/test_run_engine.py."""
+"""A local run that is interrupted and goes on, on a fake engine (with real engines and Ctrl-C: test_run_engine.py)."""
 
 from __future__ import annotations
 
