@@ -2,7 +2,7 @@
 
     rollouts   worker keeps requests in flight on the engines, always
     step k     next groups -> grpo_step -> weights v<k> and trainer state on disk -> publish v<k> while they fly
-    end        drain, audit, summary
+    end        drain, audit, summary, report
 
 Files of a run are listed in docs/runs.md.
 """
@@ -36,6 +36,7 @@ from slime_backend.local_trainer.task import make_task
 from slime_backend.provenance.audit import AuditResult, audit_run
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import JsonlWriter
+from slime_backend.provenance.report.write import report_at_the_end
 from slime_backend.provenance.staleness import count
 from slime_backend.provenance.summary import prefix_figures, write_summary
 from slime_backend.provenance.tracker import Tracker
@@ -147,6 +148,7 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
             },
         )
         tracker.finish(summary)
+        report_at_the_end(run_dir, reporter.say)
     return summary
 
 

@@ -30,6 +30,7 @@ def reward(steps: Sequence[Mapping[str, Any]]) -> Figure | None:
         "type": "scatter",
         "x": x + x[::-1],
         "y": edge,
+        "mode": "lines",  # a short one would get markers
         "fill": "toself",
         "fillcolor": "rgba(47,93,138,0.12)",
         "line": {"width": 0},
@@ -46,7 +47,9 @@ def reward(steps: Sequence[Mapping[str, Any]]) -> Figure | None:
         "name": "mean of the batch",
         "hovertemplate": "step %{x}: %{y:.3f}<extra></extra>",
     }
-    return {"data": [band, line], "layout": base_layout("training step", "reward", height=300)}
+    layout = base_layout("training step", "reward", height=300)
+    layout["xaxis"] |= _whole_ticks(len(rows))
+    return {"data": [band, line], "layout": layout}
 
 
 def lag(steps: Sequence[Mapping[str, Any]]) -> Figure | None:
@@ -74,7 +77,8 @@ def lag(steps: Sequence[Mapping[str, Any]]) -> Figure | None:
         "hovertemplate": "step %{x}: %{y:.2f} on average<extra></extra>",
     }
     layout = base_layout("training step", "versions behind the trainer", height=300)
-    layout["yaxis"]["rangemode"] = "tozero"
+    layout["xaxis"] |= _whole_ticks(len(rows))
+    layout["yaxis"] |= {"rangemode": "tozero", **_whole_ticks(max(_number(s.get("lag_max")) or 0 for s in rows))}
     return {"data": [largest, mean], "layout": layout}
 
 
@@ -131,6 +135,12 @@ def _hit_text(version: str, first: int, last: int, tokens: int) -> str:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _whole_ticks(span: float, most: int = 8) -> dict[str, Any]:
+    """Ticks of an axis that counts: at whole numbers, at most about so many."""
+    distance = next(d for power in range(12) for d in (10**power, 2 * 10**power, 5 * 10**power) if span / d <= most)
+    return {"tick0": 0, "dtick": distance}
 
 
 def base_layout(x: str, y: str, *, height: int) -> dict[str, Any]:

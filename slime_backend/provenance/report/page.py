@@ -72,7 +72,7 @@ section {{ background: #fff; border: 1px solid {palette.LINE}; border-radius: 10
 .card span {{ color: {palette.MUTED}; font-size: 13px; line-height: 1.3; display: block; }}
 .pair {{ display: grid; grid-template-columns: 1fr 1fr; gap: 16px; }}
 @media (max-width: 860px) {{ .pair {{ grid-template-columns: 1fr; gap: 0; }} }}
-table {{ border-collapse: collapse; font-size: 13.5px; width: 100%; }}
+table {{ border-collapse: collapse; font-size: 13.5px; width: 100%; margin-top: 8px; }}
 table.narrow {{ width: auto; min-width: 420px; }}
 th, td {{ text-align: left; vertical-align: top; padding: 4px 14px 4px 0; border-top: 1px solid {palette.LINE};
   overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }}
@@ -81,9 +81,10 @@ th {{ font-weight: 500; color: {palette.MUTED}; }}
 .listed td:first-child {{ font-family: ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace; }}
 .listed {{ margin-top: 6px; }}
 #audit h3 {{ margin-top: 14px; }}
-details summary {{ cursor: pointer; font-weight: 650; font-size: 17px; }}
-details table {{ margin-top: 10px; }}
-details th {{ width: 320px; }}
+.figures {{ columns: 2 420px; column-gap: 40px; font-size: 13.5px; margin-top: 8px; }}
+.figures div {{ break-inside: avoid; display: grid; grid-template-columns: 280px 1fr; gap: 12px; padding: 3px 0;
+  border-bottom: 1px solid {palette.LINE}; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }}
+.figures span {{ color: {palette.MUTED}; }}
 .rollout {{ border-top: 1px solid {palette.LINE}; padding: 12px 0 8px; }}
 .class {{ display: inline-block; background: #eef2f6; color: {palette.INK}; border-radius: 5px; padding: 1px 8px;
   margin-right: 6px; font-weight: 650; }}

@@ -53,12 +53,12 @@ class RunFiles:
 def read_run(run_dir: Path) -> RunFiles:
     """Read all there is. Raises nothing for what is missing or damaged inside the directory."""
     run = RunFiles(run_dir)
-    run.steps = list(_rows(run, "steps.jsonl", "reward and lag are not shown"))
-    run.publications = list(_rows(run, "publications.jsonl", "publications are not shown"))
+    run.steps = list(_rows(run, "steps.jsonl", "step", "reward and lag are not shown"))
+    run.publications = list(_rows(run, "publications.jsonl", "engines", "publications are not shown"))
     run.audit = _object(run, "audit.json")
     if run.audit is None:
-        run.missing.append("There is no audit.json: no rollout was recomputed (reef-slime audit RUN_DIR does it).")
-    _read_ledger(run)
+        run.missing.append("There is no audit.json: the run did not reach its audit, or was told to do none.")
+    rollouts = _read_ledger(run)
     summary = _object(run, "summary.json")
     if summary is None:
         run.missing.append(
@@ -66,8 +66,25 @@ def read_run(run_dir: Path) -> RunFiles:
             "other files."
         )
         summary = _counted(run)
+    else:
+        _compare(run, summary, rollouts)
     run.summary = summary
     return run
+
+
+def _compare(run: RunFiles, summary: dict[str, Any], rollouts: int) -> None:
+    """The summary was counted from the other files: where they differ now, something was lost or went on."""
+    ended: list[Any] = [summary.get(key) for key in ("publications", "publications_failed")]
+    counted = {
+        "steps": (summary.get("steps"), len(run.steps)),
+        "publications": (None if None in ended else sum(ended), len(run.publications)),
+        "rollouts": (summary.get("rollouts_completed"), rollouts),
+    }
+    for name, (told, there) in counted.items():
+        if told is None:
+            run.missing.append(f"summary.json doesn't say how many {name} there were.")
+        elif told != there:
+            run.missing.append(f"summary.json counts {told} {name}, the files have {there}.")
 
 
 def _object(run: RunFiles, name: str) -> dict[str, Any] | None:
@@ -83,8 +100,8 @@ def _object(run: RunFiles, name: str) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def _rows(run: RunFiles, name: str, consequence: str) -> Iterator[dict[str, Any]]:
-    """The readable rows of a JSON lines file, up to the first damaged one."""
+def _rows(run: RunFiles, name: str, key: str, consequence: str) -> Iterator[dict[str, Any]]:
+    """The readable rows of a JSON lines file, up to the first damaged one; a row without `key` is none."""
     path = run.run_dir / name
     if not path.is_file():
         run.missing.append(f"There is no {name}: {consequence}.")
@@ -92,22 +109,28 @@ def _rows(run: RunFiles, name: str, consequence: str) -> Iterator[dict[str, Any]
     count = 0
     try:
         for row in read_jsonl(path):
-            if isinstance(row, dict):
+            if isinstance(row, dict) and key in row:
                 count += 1
                 yield row
     except (OSError, ValueError) as error:
-        run.missing.append(f"{name} can't be read beyond its first {count} lines: {error}.")
+        run.missing.append(f"{name} can't be read beyond its first {count} rows: {error}.")
+        return
+    if not count:
+        run.missing.append(f"{name} has no rows: {consequence}.")
 
 
-def _read_ledger(run: RunFiles) -> None:
-    """Hit rates of every rollout, in one pass; a few rollouts to draw, through the index."""
+def _read_ledger(run: RunFiles) -> int:
+    """Hit rates of every rollout, in one pass; a few rollouts to draw, through the index. The number of rollouts."""
+    count = 0
     try:
         for row in read_rollouts(run.run_dir):
             run.hit_rate.add(row)
+            count += 1
         with open_reader(run.run_dir) as reader:
             run.samples = _choose(reader, [str(v.get("receipt")) for v in run.violations], run.versions)
     except UNREADABLE as error:
         run.missing.append(f"The ledger of rollouts can't be read: {_words(error)}.")
+    return count
 
 
 def _choose(reader: LedgerReader, violated: list[str], versions: list[str]) -> list[RolloutRecord]:

@@ -60,13 +60,15 @@ def key_figures(summary: Mapping[str, Any]) -> str:
             value = ", ".join(map(str, value))
         elif isinstance(value, float):
             value = f"{value:.6g}"
-        rows.append(f"<tr><th>{esc(key)}</th><td>{esc('-' if value is None else value)}</td></tr>")
-    return f"<table>{''.join(rows)}</table>" if rows else "<p>There are none.</p>"
+        rows.append(f"<div><span>{esc(key)}</span> {esc('-' if value is None else value)}</div>")
+    return f'<div class="figures">{"".join(rows)}</div>' if rows else "<p>There are none.</p>"
 
 
 def audit(result: Mapping[str, Any] | None, violations: Sequence[Mapping[str, Any]]) -> str:
     if result is None:
-        return "<p>This run was not audited. <code>reef-slime audit RUN_DIR</code> recomputes its rollouts.</p>"
+        return (
+            "<p>This run was not audited at its end. <code>reef-slime audit RUN_DIR</code> prints an audit of it.</p>"
+        )
     figures = [
         ("rollouts checked", f"{_whole(result.get('rollouts'))} of {_whole(result.get('recorded'))}"),
         ("of these, lived through a publication", _whole(result.get("crossing"))),

@@ -58,7 +58,7 @@ def _audit(audit: Mapping[str, Any] | None) -> list[Finding]:
     count = len(violations) if isinstance(violations, list) else int(violations or 0)
     scale = f"{_int(audit, 'rollouts'):,} rollouts, {_int(audit, 'tokens'):,} tokens"
     if count:
-        return [Finding("bad", f"The audit found {count:,} violations in {scale}: they are not what they claim to be.")]
+        return [Finding("bad", f"The audit found {_times(count, 'violation')} in {scale}.")]
     if not _int(audit, "rollouts"):
         return [Finding("warning", "The audit checked no rollout.")]
     largest = f"{audit['max_abs_logprob_diff']:.2g}" if "max_abs_logprob_diff" in audit else "?"
@@ -121,6 +121,10 @@ def _rollouts(summary: Mapping[str, Any]) -> list[Finding]:
 def _int(data: Mapping[str, Any], key: str) -> int:
     value = data.get(key)
     return int(value) if isinstance(value, int | float) else 0
+
+
+def _times(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _some(names: Sequence[str], shown: int = 5) -> str:

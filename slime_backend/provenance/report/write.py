@@ -120,6 +120,7 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
-        raise ReportError(f"the report needs {error.name}: pip install 'reef-slime[report]'") from error
+        missing = (error.name or "plotly").partition(".")[0]
+        raise ReportError(f"the report needs {missing}: pip install 'reef-slime[report]'") from error
     source: str = get_plotlyjs()
     return source
