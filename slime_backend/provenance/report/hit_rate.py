@@ -31,14 +31,13 @@ class HitRate:
     """(engine, version) -> bin -> [tokens found in the cache, tokens of prompts]."""
 
     bins: dict[tuple[str, str], dict[int, list[int]]] = field(default_factory=dict)
-    versions: list[str] = field(default_factory=list)  # in the order of their first admission in the ledger
+    versions: dict[str, None] = field(default_factory=dict)  # a set, in the order of first admission in the ledger
 
     def add(self, record: Mapping[str, Any]) -> None:
         """One stored rollout."""
         for prefill in record.get("prefills") or ():
             version = str(prefill["version"])
-            if version not in self.versions:
-                self.versions.append(version)
+            self.versions.setdefault(version)
             order = int(prefill["order"])
             number = 0 if order == 0 else 1 + (order - 1) // BIN
             found = self.bins.setdefault((str(record.get("engine", "?")), version), defaultdict(lambda: [0, 0]))
