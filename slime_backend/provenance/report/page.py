@@ -66,7 +66,7 @@ section {{ background: #fff; border: 1px solid {palette.LINE}; border-radius: 10
 .verdict li.good::before {{ content: "✓"; color: {palette.GOOD}; }}
 .verdict li.warning::before {{ content: "!"; color: {palette.WARNING}; left: 6px; }}
 .verdict li.bad::before {{ content: "✗"; color: {palette.BAD}; }}
-.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin: 0 0 16px; }}
+.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(145px, 1fr)); gap: 12px; margin: 0 0 16px; }}
 .card {{ background: #fff; border: 1px solid {palette.LINE}; border-radius: 10px; padding: 12px 16px; }}
 .card b {{ display: block; font-size: 21px; font-weight: 650; font-variant-numeric: tabular-nums; }}
 .card span {{ color: {palette.MUTED}; font-size: 13px; line-height: 1.3; display: block; }}

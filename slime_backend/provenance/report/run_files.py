@@ -21,6 +21,7 @@ from slime_backend.wire import WireError
 
 LOOKED_AT = 60  # rollouts of each class, for the one with the most segments
 VIOLATED_SAMPLES = 4
+NAMED_VERSIONS = 5
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError, RecordError, LedgerError)
 
@@ -69,7 +70,17 @@ def read_run(run_dir: Path) -> RunFiles:
     else:
         _compare(run, summary, rollouts)
     run.summary = summary
+    _check_versions(run)
     return run
+
+
+def _check_versions(run: RunFiles) -> None:
+    """A version that served but was never published: lines were lost, or somebody else publishes to the engines."""
+    published = {p.get(key) for p in run.publications for key in ("previous_version", "version")}
+    unknown = [v for v in run.hit_rate.versions if v not in published]
+    if run.publications and unknown:
+        names = ", ".join(unknown[:NAMED_VERSIONS]) + (", ..." if len(unknown) > NAMED_VERSIONS else "")
+        run.missing.append(f"Rollouts name versions that publications.jsonl doesn't: {names}.")
 
 
 def _compare(run: RunFiles, summary: dict[str, Any], rollouts: int) -> None:

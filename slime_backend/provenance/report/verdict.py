@@ -56,7 +56,7 @@ def _audit(audit: Mapping[str, Any] | None) -> list[Finding]:
         return []  # told among what is missing
     violations = audit.get("violations")
     count = len(violations) if isinstance(violations, list) else int(violations or 0)
-    scale = f"{_int(audit, 'rollouts'):,} rollouts, {_int(audit, 'tokens'):,} tokens"
+    scale = f"{_times(_int(audit, 'rollouts'), 'rollout')}, {_times(_int(audit, 'tokens'), 'token')}"
     if count:
         return [Finding("bad", f"The audit found {_times(count, 'violation')} in {scale}.")]
     if not _int(audit, "rollouts"):
@@ -83,7 +83,9 @@ def _publications(summary: Mapping[str, Any], publications: Sequence[Mapping[str
                 findings.append(Finding("warning", text))
     if not findings:
         done = _verified(summary)
-        findings.append(Finding("good", f"{len(publications):,} publications, each confirmed on every engine{done}."))
+        findings.append(
+            Finding("good", f"{_times(len(publications), 'publication')}, each confirmed on every engine{done}.")
+        )
     stale = summary.get("cached_tokens_first_after_publication_max")
     if stale:
         findings.append(Finding("bad", f"{stale:,} tokens came from the cache right after a publication: stale KV."))
@@ -106,15 +108,15 @@ def _rollouts(summary: Mapping[str, Any]) -> list[Finding]:
     lost, doubled, aborted = (_int(summary, f"rollouts_{name}") for name in ("lost", "doubled", "aborted"))
     findings = []
     if doubled:
-        findings.append(Finding("bad", f"{doubled:,} rollouts were recorded twice."))
+        findings.append(Finding("bad", f"{_times(doubled, 'rollout')} recorded twice."))
     if lost:
         # Requests in flight when a run is interrupted never come back; that is no fault of the engines.
         level: Level = "bad" if summary.get("completed") else "warning"
-        findings.append(Finding(level, f"{lost:,} rollouts were submitted and never came back."))
+        findings.append(Finding(level, f"{_times(lost, 'rollout')} submitted that never came back."))
     if aborted:
-        findings.append(Finding("warning", f"{aborted:,} rollouts were aborted."))
+        findings.append(Finding("warning", f"{_times(aborted, 'rollout')} aborted."))
     if not findings:
-        findings.append(Finding("good", f"{completed:,} rollouts came back, none lost, doubled or aborted."))
+        findings.append(Finding("good", f"{_times(completed, 'rollout')} came back, none lost, doubled or aborted."))
     return findings
 
 

@@ -56,9 +56,9 @@ def test_a_retired_engine_is_a_warning_with_its_reason(make_run):
     ("change", "level", "words"),
     [
         ({"completed": False}, "warning", "interrupted"),
-        ({"rollouts_lost": 3}, "bad", "3 rollouts were submitted and never came back"),
+        ({"rollouts_lost": 3}, "bad", "3 rollouts submitted that never came back"),
         ({"rollouts_lost": 3, "completed": False}, "warning", "never came back"),
-        ({"rollouts_doubled": 1}, "bad", "recorded twice"),
+        ({"rollouts_doubled": 1}, "bad", "1 rollout recorded twice"),
         ({"cached_tokens_first_after_publication_max": 1024}, "bad", "1,024 tokens came from the cache"),
     ],
 )
@@ -67,6 +67,13 @@ def test_figures_of_the_summary_that_count(make_run, change, level, words):
     found = judge({**run.summary, **change}, run.audit, run.publications, run.missing)
     assert found.level == level
     assert any(words in f.text for f in found.findings if f.level == level)
+
+
+def test_a_version_that_was_never_published_is_named(make_run):
+    engines = ("engine0", "engine1")
+    found = verdict_of(make_run(reports=[publication(3, engines)]))  # the rollouts are of v0 and v1
+    assert found.level == "warning"
+    assert any("publications.jsonl doesn't: v0, v1." in f.text for f in found.findings)
 
 
 def test_a_failed_publication_is_bad(make_run):
