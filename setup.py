@@ -28,6 +28,8 @@ setup(
         "train": ["torch>=2.6", "transformers>=4.56", "safetensors>=0.4", "psutil>=5.9"],
         "ledger": ["pyarrow>=16"],  # older rollouts of a long run become Parquet; without it they stay JSON lines
         "wandb": ["wandb>=0.18"],
+        "tensorboard": ["tensorboard>=2.15"],
+        "report": ["plotly>=6"],  # report.html
         "service": ["fastapi>=0.110", "uvicorn>=0.29", "sqlalchemy>=2.0"],
         "deepspeed": ["deepspeed>=0.16"],
         "dev": [

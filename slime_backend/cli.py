@@ -1,4 +1,4 @@
-"""`reef-slime`: train, up, audit, rollouts, publish, doctor, bench.
+"""`reef-slime`: train, up, audit, rollouts, report, publish, doctor, bench.
 
 Exit codes: 0 done, 1 something failed (or an audit found a violation), 2 the command or its configuration is wrong,
 130 interrupted. Every failure is one line on standard error. Heavy imports happen inside the commands,
@@ -183,6 +183,18 @@ def rollouts(
         _fail(f"no rollout in {run_dir} matches")
 
 
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
+) -> None:
+    """Write RUN_DIR/report.html, a run to look at, and print its path. Reads only the files of the run."""
+    from slime_backend.provenance.report.write import write_report
+
+    if not run_dir.is_dir():
+        _fail(f"no run directory {run_dir}", code=2)
+    typer.echo(write_report(run_dir))
+
+
 Engines = Annotated[list[str], typer.Option("--engine", metavar="URL", help="an engine's base URL; repeat for more")]
 Sharing = Annotated[str, typer.Option("--disjoint-prefix-sharing", metavar="MODE", help="off, retract or scoped")]
 Layout = Annotated[str, typer.Option("--layout", help="disjoint or colocated")]
@@ -315,7 +327,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     from slime_backend.engine_process import EngineStartError, PortOccupiedError
     from slime_backend.fleet import FleetError
     from slime_backend.policy import PolicyError
-    from slime_backend.provenance.errors import AuditError, LedgerError, RecordError, StalenessError
+    from slime_backend.provenance.errors import AuditError, LedgerError, RecordError, ReportError, StalenessError
     from slime_backend.publication import PublicationError
     from slime_backend.runs import RunError
 
@@ -330,6 +342,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
         AuditError,
         LedgerError,
         RecordError,
+        ReportError,
         StalenessError,
         RunError,
         OSError,

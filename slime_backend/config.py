@@ -69,8 +69,10 @@ class RunConfig(BaseModel):
     rollouts_segment_mib: float = Field(16, gt=0, description="of rollouts.jsonl, before it becomes a Parquet segment")
     audit_rollouts: int = Field(240, ge=0, description="rollouts to audit at the end; 0: none")
     audit_tolerance: float = Field(1e-4, gt=0)
+    tracker: Literal["wandb", "tensorboard", "none"] = Field("wandb", description="where metrics go")
     wandb: Literal["offline", "online", "disabled"] = "offline"
     wandb_project: str = "reef-slime"
+    wandb_artifacts: bool = Field(False, description="at the end, weight versions and rollouts as W&B artifacts")
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

@@ -20,7 +20,7 @@ def run(*args: str, cwd: Path = ROOT, timeout: float = 300) -> subprocess.Comple
 def test_help_names_the_commands():
     done = run("--help")
     assert done.returncode == 0
-    for command in ("train", "up", "audit", "rollouts", "bench"):
+    for command in ("train", "up", "audit", "rollouts", "report", "bench"):
         assert command in done.stdout
 
 
@@ -42,6 +42,7 @@ def test_help_names_the_commands():
         (["audit", "no/such/run"], "no run directory no/such/run"),
         (["audit", "configs", "--plan", "--probability", "1"], "certainty means checking all"),
         (["rollouts", "no/such/run"], "no run directory no/such/run"),
+        (["report", "no/such/run"], "no run directory no/such/run"),
         (["rollouts", "configs", "--class", "clean"], "there are pure, recomputed, mixed, carried"),
         (["rollouts", "configs", "--limit", "0"], "Invalid value for '--limit'"),
     ],
@@ -62,6 +63,7 @@ def test_failures_exit_with_one_and_one_line(tmp_path):
         "has no rollouts;": ["audit", str(tmp_path)],
         "has no rollouts to audit": ["audit", str(tmp_path), "--plan"],
         "has no rollouts.jsonl": ["rollouts", str(tmp_path)],
+        "holds no run; give a directory": ["report", str(tmp_path)],
     }
     for expected, args in cases.items():
         done = run(*args)

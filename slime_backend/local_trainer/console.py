@@ -71,7 +71,7 @@ def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
             else "not run",
         ),
         ("wall time, peak memory", f"{summary['wall_s']} s, {summary['peak_rss_gib']} GiB"),
-        ("W&B run", summary["wandb_run_dir"] or "none"),
+        ("metrics", summary["wandb_run_dir"] or summary["tensorboard_dir"] or "none"),
     ]
     table = Table(title=f"{run_dir}/summary.json", show_header=False, title_justify="left")
     for name, value in rows:

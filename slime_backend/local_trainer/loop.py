@@ -2,7 +2,7 @@
 
     rollouts   worker keeps requests in flight on the engines, always
     step k     next groups -> grpo_step -> weights v<k> and trainer state on disk -> publish v<k> while they fly
-    end        drain, audit, summary
+    end        drain, audit, summary, report
 
 Files of a run are listed in docs/runs.md.
 """
@@ -31,14 +31,17 @@ from slime_backend.local_trainer.checkpoint import (
 from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics, grpo_step, make_optimizer
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
+from slime_backend.local_trainer.metrics import publication_metrics, rollout_metrics
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
+from slime_backend.provenance.alerts import audit_alerts, publication_alerts
 from slime_backend.provenance.audit import AuditResult, audit_run
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import JsonlWriter
+from slime_backend.provenance.report.write import report_at_the_end
 from slime_backend.provenance.staleness import count
-from slime_backend.provenance.summary import prefix_figures, write_summary
-from slime_backend.provenance.tracker import Tracker
+from slime_backend.provenance.summary import write_summary
+from slime_backend.provenance.tracker import Tracker, make_tracker
 from slime_backend.publication import PublicationError, PublicationReport, publish
 from slime_backend.runs import RunError, is_used, new_run_dir
 from slime_backend.transports import DiskTransport, Transport
@@ -104,8 +107,14 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     optimizer = make_optimizer(model, grpo)
     if state:
         optimizer.load_state_dict(state["optimizer"])
-    tracker = Tracker(
-        run_dir, mode=config.wandb, project=config.wandb_project, name=config.name, settings=config.model_dump()
+    tracker = make_tracker(
+        config.tracker,
+        run_dir,
+        mode=config.wandb,
+        project=config.wandb_project,
+        name=config.name,
+        settings=config.model_dump(),
+        artifacts=config.wandb_artifacts,
     )
     reporter.say(f"policy: {config.policy}")
     memory = PeakMemory()
@@ -131,6 +140,7 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
                     progress=lambda done, total: reporter.progress("audit", done, total),
                 )
                 (run_dir / "audit.json").write_text(json.dumps(audit.to_json(), indent=2) + "\n")
+                tracker.alert(audit_alerts([v.receipt for v in audit.violations], audit.rollouts))
                 for violation in audit.violations[:10]:
                     reporter.say(f"audit violation: {violation}")
         outcome["completed"] = True
@@ -143,10 +153,12 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
                 "wall_s": round(time.monotonic() - started, 1),
                 "peak_rss_gib": round(memory.peak_gib, 2),
                 "policy": str(config.policy),
-                "wandb_run_dir": tracker.directory,
+                "wandb_run_dir": tracker.directory if config.tracker == "wandb" else None,
+                "tensorboard_dir": tracker.directory if config.tracker == "tensorboard" else None,
             },
         )
         tracker.finish(summary)
+        report_at_the_end(run_dir, reporter.say)
     return summary
 
 
@@ -218,8 +230,10 @@ class _Run:
             report = await publish(self.fleet, self.transport, version)
         except PublicationError as error:
             self.publications.append(error.report.to_json())
+            self.tracker.alert(publication_alerts(error.report))
             raise
         self.publications.append(report.to_json())
+        self.tracker.alert(publication_alerts(report))
         for engine, reason in report.unconfirmed.items():
             self.reporter.say(f"publication {version}: {engine} is retired: {reason}")
         return report
@@ -245,24 +259,11 @@ class _Run:
         }
         self.steps_file.append(row)
         self.tracker.log("train", step, metrics.to_json())
-        self.tracker.log(
-            "rollout",
-            step,
-            {
-                "version_lag_mean": row["lag_mean"],
-                "version_lag_max": row["lag_max"],
-                "mixed_share": row["mixed_share"],
-                "retracted_share": row["retracted_share"],
-                **{f"class_{name}": number for name, number in row["classes"].items()},
-                **{f"stale_{label}": number for label, number in staleness.items()},
-                "prefix_hit_rate": prefix_figures(records)["prefix_hit_rate_within_version"],
-                "resubmitted": self.worker.counts.resubmitted,
-            },
-        )
-        self.tracker.log("publication", step, publication_metrics(report))
+        self.tracker.log("rollout", step, rollout_metrics(row, records, self.worker.counts.resubmitted))
+        figures = publication_metrics(report)
+        self.tracker.log("publication", step, figures)
         answers = [self.tokenizer.decode(r.output_ids, skip_special_tokens=False) for r in records]
         self.tracker.add_rollouts(records, answers, [judged.decision.lag.max for judged in batch.kept])
-        figures = publication_metrics(report)
         self.reporter.progress("train", step, self.config.steps)
         self.reporter.say(
             f"step {step:>3}/{self.config.steps}  reward {metrics.reward_mean:.3f}  lag {row['lag_mean']:.2f}  "
@@ -276,25 +277,3 @@ class _Run:
         self.publications.close()
         self.steps_file.close()
         self.staleness.close()
-
-
-PHASES = ("pause_ms", "flush_ms", "load_ms", "label_ms", "resume_ms", "paused_ms")
-
-
-def publication_metrics(report: PublicationReport) -> dict[str, float]:
-    """The figures of one publication that are tracked; times in milliseconds, the slowest engine's."""
-
-    def slowest(name: str) -> float:
-        return max((getattr(e, name) or 0.0 for e in report.engines), default=0.0)
-
-    return {
-        **{f"{name}_max": slowest(name) for name in PHASES},
-        "wall_ms": report.wall_ms,
-        "confirmed": sum(e.confirmed for e in report.engines),
-        "flushes_verified": sum(e.flush_verified for e in report.engines),
-        "sweeps_verified": sum(e.sweep_verified for e in report.engines),
-        "tokens_swept": sum(e.tokens_swept for e in report.engines),
-        "in_flight": sum(e.in_flight for e in report.engines),
-        "requests_retracted": sum(e.requests_retracted for e in report.engines),
-        "tokens_to_prefill_again": sum(e.tokens_to_prefill_again for e in report.engines),
-    }

@@ -19,3 +19,7 @@ class ConversionError(RuntimeError):
 
 class AuditError(RuntimeError):
     """The run can't be audited; the message says what is missing."""
+
+
+class ReportError(RuntimeError):
+    """The report can't be written; the message says why and what to do."""

@@ -1,0 +1,178 @@
+"""What the report reads: the files of one run, each of which may be missing, cut off, or of an older version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime_backend.provenance.classes import CLASSES
+from slime_backend.provenance.errors import LedgerError, RecordError
+from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.provenance.ledger_index import Query
+from slime_backend.provenance.ledger_reader import LedgerReader, open_reader
+from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.report.hit_rate import HitRate
+from slime_backend.provenance.segments import read_rollouts
+from slime_backend.provenance.summary import summarise
+from slime_backend.wire import WireError
+
+LOOKED_AT = 60  # rollouts of each class, for the one with the most segments
+VIOLATED_SAMPLES = 4
+NAMED_VERSIONS = 5
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError, RecordError, LedgerError)
+
+
+@dataclass(slots=True)
+class RunFiles:
+    """A run as its files tell it. `missing`: what could not be read, one sentence each; empty for a whole run."""
+
+    run_dir: Path
+    summary: dict[str, Any] = field(default_factory=dict)
+    audit: dict[str, Any] | None = None  # with each violation
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    publications: list[dict[str, Any]] = field(default_factory=list)
+    hit_rate: HitRate = field(default_factory=HitRate)
+    samples: list[RolloutRecord] = field(default_factory=list)  # violated ones first, then by class
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def versions(self) -> list[str]:
+        """Every version in the order of publication, then those that only rollouts name."""
+        names = [name for p in self.publications for name in (p.get("previous_version"), p.get("version")) if name]
+        return list(dict.fromkeys([*names, *self.hit_rate.versions]))
+
+    @property
+    def violations(self) -> list[dict[str, Any]]:
+        found = (self.audit or {}).get("violations")
+        return found if isinstance(found, list) else []
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read all there is. Raises nothing for what is missing or damaged inside the directory."""
+    run = RunFiles(run_dir)
+    run.steps = list(_rows(run, "steps.jsonl", "step", "reward and lag are not shown"))
+    run.publications = list(_rows(run, "publications.jsonl", "engines", "publications are not shown"))
+    run.audit = _object(run, "audit.json")
+    if run.audit is None:
+        run.missing.append("There is no audit.json: the run did not reach its audit, or was told to do none.")
+    rollouts = _read_ledger(run)
+    summary = _object(run, "summary.json")
+    if summary is None:
+        run.missing.append(
+            "There is no summary.json: the run is still going or was killed. The figures below are counted from its "
+            "other files."
+        )
+        summary = _counted(run)
+    else:
+        _compare(run, summary, rollouts)
+    run.summary = summary
+    _check_versions(run)
+    return run
+
+
+def _check_versions(run: RunFiles) -> None:
+    """A version that served but was never published: lines were lost, or somebody else publishes to the engines."""
+    published = {p.get(key) for p in run.publications for key in ("previous_version", "version")}
+    unknown = [v for v in run.hit_rate.versions if v not in published]
+    if run.publications and unknown:
+        names = ", ".join(unknown[:NAMED_VERSIONS]) + (", ..." if len(unknown) > NAMED_VERSIONS else "")
+        run.missing.append(f"Rollouts name versions that publications.jsonl doesn't: {names}.")
+
+
+def _compare(run: RunFiles, summary: dict[str, Any], rollouts: int) -> None:
+    """The summary was counted from the other files: where they differ now, something was lost or went on."""
+    ended: list[Any] = [summary.get(key) for key in ("publications", "publications_failed")]
+    counted = {
+        "steps": (summary.get("steps"), len(run.steps)),
+        "publications": (None if None in ended else sum(ended), len(run.publications)),
+        "rollouts": (summary.get("rollouts_completed"), rollouts),
+    }
+    for name, (told, there) in counted.items():
+        if told is None:
+            run.missing.append(f"summary.json doesn't say how many {name} there were.")
+        elif told != there:
+            run.missing.append(f"summary.json counts {told} {name}, the files have {there}.")
+
+
+def _object(run: RunFiles, name: str) -> dict[str, Any] | None:
+    """A JSON file's object; None where there is none, and a note where it can't be read."""
+    path = run.run_dir / name
+    if not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        run.missing.append(f"{name} can't be read: {error}.")
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _rows(run: RunFiles, name: str, key: str, consequence: str) -> Iterator[dict[str, Any]]:
+    """The readable rows of a JSON lines file, up to the first damaged one; a row without `key` is none."""
+    path = run.run_dir / name
+    if not path.is_file():
+        run.missing.append(f"There is no {name}: {consequence}.")
+        return
+    count = 0
+    try:
+        for row in read_jsonl(path):
+            if isinstance(row, dict) and key in row:
+                count += 1
+                yield row
+    except (OSError, ValueError) as error:
+        run.missing.append(f"{name} can't be read beyond its first {count} rows: {error}.")
+        return
+    if not count:
+        run.missing.append(f"{name} has no rows: {consequence}.")
+
+
+def _read_ledger(run: RunFiles) -> int:
+    """Hit rates of every rollout, in one pass; a few rollouts to draw, through the index. The number of rollouts."""
+    count = 0
+    try:
+        for row in read_rollouts(run.run_dir):
+            run.hit_rate.add(row)
+            count += 1
+        with open_reader(run.run_dir) as reader:
+            run.samples = _choose(reader, [str(v.get("receipt")) for v in run.violations], run.versions)
+    except UNREADABLE as error:
+        run.missing.append(f"The ledger of rollouts can't be read: {_words(error)}.")
+    return count
+
+
+def _choose(reader: LedgerReader, violated: list[str], versions: list[str]) -> list[RolloutRecord]:
+    """What the audit names comes first; then of each class, strongest first, those with the most segments: one from
+    the middle of the run, where there is one, and another of other versions."""
+    chosen: dict[str, RolloutRecord] = {}
+    for receipt in violated[:VIOLATED_SAMPLES]:
+        for record in reader.find(Query(receipt=receipt), 1):
+            chosen[record.receipt] = record
+    middle = versions[len(versions) // 2] if versions else None
+    for name in reversed(CLASSES):
+        seen: set[tuple[str, ...]] = set()
+        for version in (middle, None):
+            found = reader.find(Query(version=version, rollout_class=name), LOOKED_AT)
+            for record in sorted(found, key=lambda r: -len(r.segments)):  # stable: of equals the oldest
+                if record.versions not in seen:
+                    seen.add(record.versions)
+                    chosen.setdefault(record.receipt, record)
+                    break
+    return list(chosen.values())
+
+
+def _counted(run: RunFiles) -> dict[str, Any]:
+    try:
+        return summarise(run.run_dir)
+    except UNREADABLE as error:
+        run.missing.append(f"The figures can't be counted from the other files either: {_words(error)}.")
+        return {}
+
+
+def _words(error: BaseException) -> str:
+    """One line. A KeyError alone is only a name."""
+    text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    return " ".join(text.split()).rstrip(".") or type(error).__name__

@@ -1,0 +1,27 @@
+"""`train` leaves a report also where it ends early. No engine: the fleet fails to start."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+import pytest
+
+from slime_backend.config import make_config
+from slime_backend.local_trainer import loop
+from slime_backend.provenance.report import write
+
+
+def test_a_run_that_ends_early_still_has_its_report(tmp_path, monkeypatch, run_async):
+    @asynccontextmanager
+    async def no_fleet(*args, **kwargs):
+        raise OSError("no engine")
+        yield
+
+    monkeypatch.setattr(loop, "running_fleet", no_fleet)
+    monkeypatch.setattr(write, "_plotly", lambda: "/* plotly */")
+    config = make_config({"wandb": "disabled", "models_dir": str(tmp_path / "models")}, "test")
+    run_dir, said = tmp_path / "run", []
+    with pytest.raises(OSError, match="no engine"):
+        run_async(loop.train(config, run_dir, resume=False, reporter=loop.Reporter(say=said.append)))
+    assert said[-1] == f"report: {run_dir / 'report.html'}"
+    assert "The run was interrupted" in (run_dir / "report.html").read_text()
