@@ -1,4 +1,4 @@
-"""Makes the W&B workspace that configs/wandb_workspace.yaml describes. Needs `wandb login` and the network:
+"""Makes the W&B workspace that configs/trackers/wandb_workspace.yaml describes. Needs `wandb login` and the network:
 
     pip install wandb-workspaces
     python scripts/make_wandb_workspace.py ENTITY
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-SPEC = Path(__file__).resolve().parent.parent / "configs" / "wandb_workspace.yaml"
+SPEC = Path(__file__).resolve().parent.parent / "configs" / "trackers" / "wandb_workspace.yaml"
 
 
 def read_spec(path: Path = SPEC) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def build(spec: dict[str, Any], entity: str, project: str) -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make the W&B workspace of configs/wandb_workspace.yaml.")
+    parser = argparse.ArgumentParser(description="Make the W&B workspace of configs/trackers/wandb_workspace.yaml.")
     parser.add_argument("entity", help="a W&B user or team")
     parser.add_argument("--project", default="reef-slime", help="the config key wandb_project of the runs")
     parser.add_argument("--check", action="store_true", help="build it without saving; needs no network")

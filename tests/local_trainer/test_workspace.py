@@ -1,4 +1,4 @@
-"""The W&B workspace in configs/wandb_workspace.yaml: it names metrics that are logged. That W&B takes it can't be tested offline."""
+"""The W&B workspace in configs/trackers names metrics that are logged. That W&B takes it can't be tested offline."""
 
 from __future__ import annotations
 
