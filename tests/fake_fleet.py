@@ -1,0 +1,41 @@
+"""A fleet of fake engines over HTTP, and requests for it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from slime_backend.dispatch import generate
+from slime_backend.engine_client import Deadlines, EngineClient
+from slime_backend.fleet import Fleet, admit
+from slime_backend.policy import decide
+from slime_backend.simulation.fake_engine import FakeEngine
+
+# Long enough for a busy machine, short enough for the tests that wait for one to pass. `generate` is longer than any
+# test may take: a request must not wait for it on an engine that is gone.
+FAST = Deadlines(pause=1.0, flush=1.0, load=1.0, control=1.0, generate=300.0)
+
+
+@asynccontextmanager
+async def fake_fleet(count=2, sharing="retract", **engine):
+    policy = decide("disjoint", sharing)
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(FakeEngine(radix_cache=policy.radix_cache, **engine)) for _ in range(count)
+        ]
+        fleet = Fleet(policy, "v0")
+        for i, fake in enumerate(engines):
+            client = EngineClient(fake.url, name=f"engine{i}", deadlines=FAST)
+            stack.push_async_callback(client.close)
+            await admit(fleet, client)
+        yield fleet, engines
+
+
+def request(tokens=200, prompt=50):
+    return {"input_ids": list(range(prompt)), "sampling_params": {"max_new_tokens": tokens}}
+
+
+async def in_flight(fleet, count=6, tokens=200):
+    tasks = [asyncio.create_task(generate(fleet, request(tokens))) for _ in range(count)]
+    await asyncio.sleep(0.05)
+    return tasks
