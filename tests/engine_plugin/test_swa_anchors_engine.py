@@ -83,6 +83,7 @@ class Anchored:
     def ask(self, ids: Sequence[int], anchors: Any = None, tokens: int = 4, *, check: bool = True) -> Any:
         sampling = {} if anchors is None else {"custom_params": {"kv_anchors": anchors}}
         answer = self.api.generate(list(ids), tokens, sampling=sampling)
+        assert answer["meta_info"]["finish_reason"]["type"] == "length", answer["meta_info"]
         if check:
             assert plain_difference(self.reference, self.version, list(ids), answer) < TOLERANCE
         return answer
