@@ -83,6 +83,7 @@ class Anchored:
     def ask(self, ids: Sequence[int], anchors: Any = None, tokens: int = 4, *, check: bool = True) -> Any:
         sampling = {} if anchors is None else {"custom_params": {"kv_anchors": anchors}}
         answer = self.api.generate(list(ids), tokens, sampling=sampling)
+        assert answer["meta_info"]["finish_reason"]["type"] == "length", answer["meta_info"]
         if check:
             assert plain_difference(self.reference, self.version, list(ids), answer) < TOLERANCE
         return answer
@@ -314,8 +315,9 @@ def kind(
 def test_no_tail_length_makes_a_cliff(kind: Anchored) -> None:
     for tail in range(1, TAILS + 1):
         head, check = text(601), tail % 20 == 0
-        kind.ask(head + text(tail), [601], tokens=2, check=check)
-        assert kind.found(head + text(tail), tokens=2, check=check) == kind.floor(601), tail
+        first, second = ([*head, token, *text(tail - 1)] for token in (1, 2))  # they diverge behind the head
+        kind.ask(first, [601], tokens=2, check=check)
+        assert kind.found(second, tokens=2, check=check) == kind.floor(601), tail
 
 
 @pytest.mark.soak
