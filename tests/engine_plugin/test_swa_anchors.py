@@ -9,6 +9,7 @@ import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,12 @@ from slime_backend.wire import ACTIVE, NOT_NEEDED
 WINDOW = 128
 MARK = 3  # a token that begins a message, in the tests of boundaries
 chance = random.Random(11)
+unlike = itertools.count(500)  # a prompt's first token, so that no two share a prefix by chance
 KINDS = [(core, page) for core in ("rust", "python") for page in (1, 16)]
 
 
 def prompt(length: int) -> list[int]:
-    return [chance.randrange(5, 500) for _ in range(length)]
+    return [next(unlike), *(chance.randrange(5, 500) for _ in range(length - 1))][:length]
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-page{kind[1]}")
