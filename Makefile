@@ -10,7 +10,7 @@ ARGS ?=
 
 help:
 	@echo "make demo    train with two live engines on this CPU (CONFIG=configs/..., ARGS='--set steps=20')"
-	@echo "make test    run the tests (ARGS='-m \"not engine\"' leaves out those that start an engine)"
+	@echo "make test    run the tests (ARGS='-m \"not engine and not soak\"' leaves out those that start an engine)"
 	@echo "make test-compat    run the engine tests that apply to SGLang 0.5.15.post1, in $(VENV_COMPAT) (11 GB more)"
 	@echo "make test-soak    the long tests: the real small model, 200 publications, 300 rounds of fan-out, 20,000 steps"
 	@echo "                  of faults, a million ledger records through a hundred kills"
