@@ -48,6 +48,7 @@ def test_doctor_on_an_engine_with_the_plugin(engine, run_async):
     assert not reports[0].kv.paused
 
 
+@pytest.mark.soak
 def test_doctor_exit_code_says_whether_the_configured_policy_is_safe(engine):
     done = cli("doctor", "--engine", engine.url, "--disjoint-prefix-sharing", "off", "--json")
     assert done.returncode == 1, done.stderr

@@ -46,6 +46,7 @@ def test_without_the_corrections_the_window_and_the_native_spans_are_off(
         assert abs(float(by_v1) - logprobs(answer)[disputed]) > 1e-2
 
 
+@pytest.mark.soak
 def test_stock_attention_is_wrong_or_fails_behind_a_sliding_window(
     serve: Serve, hybrid_paths: dict[str, str], hybrid_reference: Reference
 ) -> None:

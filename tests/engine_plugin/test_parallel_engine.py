@@ -9,7 +9,7 @@ from checks import TOLERANCE, audit_difference, check_form, prompt
 from engine_api import Api, Background, Serve
 from tiny_models import Reference
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

