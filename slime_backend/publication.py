@@ -17,9 +17,10 @@ from routing and named; the others go on. All steps run on all engines at once a
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -227,6 +228,18 @@ async def publish(fleet: Fleet, transport: Transport, version: str) -> Publicati
         return report
 
 
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """No garbage collection inside: all engines would stand still for as long as one takes in a trainer's process."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 async def _transact(
     targets: Sequence[_Target], policy: Policy, transport: Transport, version: str, report: PublicationReport
 ) -> list[_Target]:
@@ -260,7 +273,8 @@ async def _transact(
             )
 
     started = time.perf_counter()
-    verified = await pause_generation_for_update(targets, policy)
+    with _garbage_kept():
+        verified = await pause_generation_for_update(targets, policy)
     report.state = "verified"
     report.verified_ms = _ms(started)
     loaded = await _on_all(verified, "load", load)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any, TypeVar
 
 REPORT_KEY = "reef_slime"
@@ -38,11 +39,17 @@ def _build(cls: type[T], data: Any) -> T:
     """Build the dataclass `cls` from a JSON object; unknown keys are ignored, missing ones named."""
     if not isinstance(data, Mapping):
         raise WireError(f"{cls.__name__}: expected an object, got {type(data).__name__}")
-    names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    missing = [n for n in names if n not in data]
-    if missing:
-        raise WireError(f"{cls.__name__}: the engine's report lacks {', '.join(missing)}")
-    return cls(**{n: data[n] for n in names})
+    names = _field_names(cls)  # type: ignore[arg-type]
+    try:
+        return cls(*[data[n] for n in names])
+    except KeyError:
+        missing = [n for n in names if n not in data]
+        raise WireError(f"{cls.__name__}: the engine's report lacks {', '.join(missing)}") from None
+
+
+@cache  # a fleet's reports are read while its engines stand still
+def _field_names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(cls))
 
 
 @dataclass(frozen=True, slots=True)
