@@ -41,8 +41,8 @@ def test_the_workspace_can_be_built(script):
 
 
 def test_without_the_package_it_says_what_to_install():
-    if importlib.util.find_spec("wandb_workspaces") is not None:
-        pytest.skip("wandb-workspaces is installed")
-    done = subprocess.run([sys.executable, str(SCRIPT), "x"], capture_output=True, text=True, timeout=120)
+    hide = "import runpy, sys; sys.modules['wandb_workspaces'] = None; del sys.argv[0]; "
+    code = hide + "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, str(SCRIPT), "x"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr == "wandb_workspaces is not installed: pip install wandb-workspaces\n"

@@ -37,16 +37,7 @@ def reward(steps: Sequence[Mapping[str, Any]]) -> Figure | None:
         "hoverinfo": "skip",
         "name": "± one standard deviation",
     }
-    line = {
-        "type": "scatter",
-        "x": x,
-        "y": mean,
-        "mode": "lines+markers",
-        "line": {"color": palette.ACCENT, "width": 2},
-        "marker": {"size": 5},
-        "name": "mean of the batch",
-        "hovertemplate": "step %{x}: %{y:.3f}<extra></extra>",
-    }
+    line = _step_line(x, mean, "mean of the batch", "%{y:.3f}")
     layout = base_layout("training step", "reward", height=300)
     layout["xaxis"] |= _whole_ticks(len(rows))
     return {"data": [band, line], "layout": layout}
@@ -66,20 +57,25 @@ def lag(steps: Sequence[Mapping[str, Any]]) -> Figure | None:
         "name": "largest",
         "hovertemplate": "step %{x}: at most %{y}<extra></extra>",
     }
-    mean = {
-        "type": "scatter",
-        "x": x,
-        "y": [float(s["lag_mean"]) for s in rows],
-        "mode": "lines+markers",
-        "line": {"color": palette.ACCENT, "width": 2},
-        "marker": {"size": 5},
-        "name": "mean over tokens",
-        "hovertemplate": "step %{x}: %{y:.2f} on average<extra></extra>",
-    }
+    mean = _step_line(x, [float(s["lag_mean"]) for s in rows], "mean over tokens", "%{y:.2f} on average")
     layout = base_layout("training step", "versions behind the trainer", height=300)
     layout["xaxis"] |= _whole_ticks(len(rows))
     layout["yaxis"] |= {"rangemode": "tozero", **_whole_ticks(max(_number(s.get("lag_max")) or 0 for s in rows))}
     return {"data": [largest, mean], "layout": layout}
+
+
+def _step_line(x: Sequence[Any], y: Sequence[float], name: str, said: str) -> dict[str, Any]:
+    """A line over training steps; `said` is what a step's hover text says of it."""
+    return {
+        "type": "scatter",
+        "x": x,
+        "y": y,
+        "mode": "lines+markers",
+        "line": {"color": palette.ACCENT, "width": 2},
+        "marker": {"size": 5},
+        "name": name,
+        "hovertemplate": f"step %{{x}}: {said}<extra></extra>",
+    }
 
 
 def hit_rate(rates: HitRate, versions: Sequence[str]) -> Figure | None:
