@@ -51,7 +51,8 @@ def main() -> int:
     try:
         workspace = build(read_spec(), args.entity, args.project)
     except ModuleNotFoundError as error:
-        sys.stderr.write(f"{error.name} is not installed: pip install wandb-workspaces\n")
+        package = (error.name or "").partition(".")[0]
+        sys.stderr.write(f"{package} is not installed: pip install wandb-workspaces\n")
         return 1
     if args.check:
         panels = sum(len(section.panels) for section in workspace.sections)
