@@ -6,7 +6,6 @@ is what tells.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -258,11 +257,6 @@ class EngineClient:
 def _is_absent(error: EngineRefused) -> bool:
     """Whether the engine has no such endpoint."""
     return error.seen.startswith("HTTP 404")
-
-
-async def gather_all(coroutines: Sequence[Any]) -> list[Any]:
-    """Run all at once and return each one's result or exception, in order; cancellation goes through."""
-    return await asyncio.gather(*coroutines, return_exceptions=True)
 
 
 def _one_line(text: str, limit: int = 300) -> str:

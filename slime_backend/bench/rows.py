@@ -28,8 +28,15 @@ def ratio(peer_cost: float, our_cost: float) -> float | None:
     return round(peer_cost / our_cost, 2) if our_cost else None
 
 
-def to_json(bench: str, rows: Sequence[Row]) -> dict[str, Any]:
-    return {"bench": bench, "rows": [asdict(row) for row in rows]}
+def told(row: Row) -> str:
+    """One line, for while the rest is measured."""
+    return f"{row.case}: peer {row.peer}, ours {row.ours} ({'holds' if row.holds else 'MISSED'}: {row.goal})"
+
+
+def to_json(bench: str, rows: Sequence[Row], error: str | None = None) -> dict[str, Any]:
+    """`error`: why the bench ended early, where it did; the rows are those that were measured before."""
+    data = {"bench": bench, "rows": [asdict(row) for row in rows]}
+    return data if error is None else {**data, "error": error}
 
 
 def print_rows(title: str, rows: Sequence[Row]) -> None:

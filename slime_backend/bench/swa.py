@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_backend.bench.rows import BenchError, Row, ratio
-from slime_backend.engine_client import Deadlines, EngineClient
+from slime_backend.bench.engines import running_engines
+from slime_backend.bench.rows import BenchError, Row, ratio, told
+from slime_backend.engine_client import EngineClient
 from slime_backend.engine_plugin.anchor_plan import grid
-from slime_backend.engine_process import DEFAULT_HOOKS, EngineSettings, LocalEngine
+from slime_backend.engine_process import DEFAULT_HOOKS
 from slime_backend.local_trainer.models import ASSISTANT, END, SYSTEM, USER, byte_tokenizer, make_tiny_model
 from slime_backend.wire import ACTIVE, ANCHORS_HOOK, ANCHORS_KEY, KvEvidence
 
@@ -36,7 +37,6 @@ OFF_GRID = 7777  # a head that no grid position happens to end at
 ROUNDS = 5
 TAILS = range(1, 401)
 TAILED = 701  # the head before each of them; one chunk holds both
-DEADLINE_S = 120.0
 TOLERANCE = 1e-5
 
 Say = Callable[[str], None]
@@ -91,30 +91,13 @@ class Pair:
 
 @asynccontextmanager
 async def running_pair(model: Path, logs: Path, name: str, **settings: Any) -> AsyncIterator[Pair]:
-    """Both engines, started side by side and ended whatever happens. Raises EngineStartError, BenchError."""
+    """Both engines, ended whatever happens. Raises EngineStartError, BenchError."""
     hooks = {"peer": DEFAULT_HOOKS, "ours": (*DEFAULT_HOOKS, ANCHORS_HOOK)}
-    engines = [
-        LocalEngine(
-            EngineSettings(model=str(model), hooks=names, **settings),
-            log_path=logs / f"{name}-{side}.log",
-            name=f"{name}-{side}",
-        )
-        for side, names in hooks.items()
-    ]
-    clients: list[EngineClient] = []
-    try:
-        for engine in engines:
-            engine.start()
-        await asyncio.gather(*(asyncio.to_thread(engine.wait_ready) for engine in engines))
-        clients = [EngineClient(e.url, name=e.name, deadlines=Deadlines(generate=DEADLINE_S)) for e in engines]
-        status = [(await client.reports())[0].hooks.get(ANCHORS_HOOK) for client in clients]
+    async with running_engines(model, logs, name, hooks, **settings) as engines:
+        status = [(await client.reports())[0].hooks.get(ANCHORS_HOOK) for client in engines.values()]
         if status != [None, ACTIVE]:
             raise BenchError(f"the hook {ANCHORS_HOOK} is {status[1]!r} on this SGLang; there is nothing to compare")
-        yield Pair(*(Side(client) for client in clients))
-    finally:
-        for client in clients:
-            await client.close()
-        await asyncio.shield(asyncio.gather(*(asyncio.to_thread(engine.stop) for engine in engines)))
+        yield Pair(Side(engines["peer"]), Side(engines["ours"]))
 
 
 class Prompts:
@@ -311,9 +294,11 @@ def _close(first: Sequence[float], second: Sequence[float]) -> bool:
     return max(abs(a - b) for a, b in zip(first, second, strict=True)) < TOLERANCE
 
 
-async def bench_swa(say: Say) -> list[Row]:
-    """All rows. Takes some minutes. Raises EngineStartError, EngineError or BenchError."""
-    rows: list[Row] = []
+async def bench_swa(say: Say, rows: list[Row]) -> None:
+    """Add all rows to `rows`, those of each pair as soon as it is done. Takes some minutes.
+
+    Raises EngineStartError, EngineError or BenchError.
+    """
     prompts = Prompts()
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
         model = make_tiny_model(Path(folder) / "tiny-hybrid", hybrid=True, max_positions=32768)
@@ -325,10 +310,9 @@ async def bench_swa(say: Say) -> list[Row]:
             say(f"starting two engines: {name}")
             async with running_pair(model, Path(folder), name, **settings) as pair:
                 measured = await measure(pair, prompts, say)
-            for row in measured:  # what was measured is told even if a later pair fails
-                say(f"{row.case}: peer {row.peer}, ours {row.ours} ({'holds' if row.holds else 'MISSED'}: {row.goal})")
+            for row in measured:
+                say(told(row))
             rows += measured
-    return rows
 
 
 def pool(full: int, sliding: int) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class RolloutWorker:
                 group.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self._submitted.close()
-        self._rollouts.close()
+        await asyncio.to_thread(self._rollouts.close)
 
     async def _feed(self) -> None:
         while not self._stopping:

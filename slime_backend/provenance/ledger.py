@@ -6,9 +6,11 @@
         reader.find(Query(receipt="8f2c..."))
 
     append:   line into rollouts.jsonl -> row into the index
-    rotation: rollouts.jsonl -> rollouts/_000004.jsonl (rename) -> 000004.parquet (whole or not at all) -> lines removed
+    rotation: rollouts.jsonl -> rollouts/_000004.jsonl (rename)
+    beside:   _000004.jsonl -> 000004.parquet (whole or not at all) -> noted in the index -> lines removed
 
-The data are the truth: the index follows them and can be rebuilt, and if it fails, appending goes on without it. A kill
+Turning a segment over takes a second, so it is done on a thread, in order, while the next one is appended to: a caller
+that holds an event loop goes on. Until then the sealed lines are what is read. The data are the truth: the index follows them and can be rebuilt, and if it fails, appending goes on without it. A kill
 loses at most the record that was being written. Against a power cut: Parquet segments are on the disk before their
 lines are removed; the last lines of the active segment are not forced out one by one.
 """
@@ -17,7 +19,9 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TextIO
 
@@ -44,6 +48,9 @@ class Ledger:
         if self._lock is None:
             raise LedgerError(f"another process writes rollouts to {run_dir}; wait for it or choose another run")
         self._index: LedgerIndex | None = None
+        self._index_guard = threading.Lock()  # one connection, used by the caller and by the thread
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self._under_way: list[Future[None]] = []
         try:
             self._finish_rotations()
             self._open_active()
@@ -63,8 +70,21 @@ class Ledger:
         self._with_index(lambda index: index.add(self._number, [(self._row, offset, entry)]))
         self._row += 1
 
+    def settle(self) -> None:
+        """Wait until every sealed segment is turned over (seconds). Raises what a fault of that raised."""
+        while self._under_way:
+            self._under_way.pop(0).result()
+
     def close(self) -> None:
+        """Settles first: whoever takes the lock next must find nobody at work."""
         self._writer.close()
+        try:
+            self.settle()
+        finally:
+            self._thread.shutdown()
+            self._let_go()
+
+    def _let_go(self) -> None:
         if self._index is not None:
             self._index.close()
             self._index = None
@@ -96,8 +116,10 @@ class Ledger:
         number = self._number
         (self.run_dir / ACTIVE).rename(sealed_path(self.run_dir, number, "jsonl"))
         self._writer.close()
-        self._open_active()
-        self._convert(number)
+        self._writer = JsonlWriter(self.run_dir / ACTIVE)
+        self._number, self._row = number + 1, 0
+        self._under_way = [future for future in self._under_way if not future.done() or future.exception()]
+        self._under_way.append(self._thread.submit(self._convert, number))
 
     def _convert(self, number: int) -> None:
         """Turn a sealed segment into Parquet. Where that fails its lines stay, and stay readable."""
@@ -122,14 +144,15 @@ class Ledger:
                 self._convert(segment.number)
 
     def _with_index(self, action: Callable[[LedgerIndex], object]) -> None:
-        if self._index is None:
-            return
-        try:
-            action(self._index)
-        except sqlite3.Error as error:
-            self._index.close()
-            self._index = None
-            self._note(f"the index failed and is left alone until the ledger is opened again: {error}")
+        with self._index_guard:
+            if self._index is None:
+                return
+            try:
+                action(self._index)
+            except sqlite3.Error as error:
+                self._index.close()
+                self._index = None
+                self._note(f"the index failed and is left alone until the ledger is opened again: {error}")
 
     def _note(self, text: str) -> None:
         log.warning("%s: %s", self.run_dir, text)

@@ -15,7 +15,8 @@ from typing import Any
 
 from slime_backend.provenance.classes import classify
 from slime_backend.provenance.segments import FOLDER
-from slime_backend.wire import KvSegment, Prefill, Span
+from slime_backend.provenance.stored_segments import read_segments
+from slime_backend.wire import Prefill, Span
 
 FILE = "_index.sqlite"
 ROW_BITS = 32  # id = segment << 32 | row
@@ -46,7 +47,7 @@ class Entry:
     def of(cls, data: Mapping[str, Any]) -> Entry:
         """From a stored record; the class is worked out again, since a file may say anything."""
         spans = [Span.from_json(s) for s in data["spans"]]
-        segments = [KvSegment.from_json(s) for s in data["segments"]]
+        segments = read_segments(data["segments"])
         prefills = [Prefill.from_json(p) for p in data["prefills"]]
         return cls(
             data["receipt"],

@@ -1,7 +1,8 @@
 """Sealed segments of the ledger: JSON lines turned into Parquet, and read back as the same records.
 
 One row is one rollout, in the order of the lines. Columns are the record's fields, the `class`, and `versions` (who
-sampled it, oldest first) for those who query with pandas or DuckDB. A field that this version doesn't know is kept as
+sampled it, oldest first) for those who query with pandas or DuckDB; contexts of segments are whole, so that a row can be
+read by itself. A field that this version doesn't know is kept as
 JSON in `extra`, so that nothing is lost in turning over.
 """
 
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
 from slime_backend.provenance.errors import ConversionError
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.segments import PARTIAL
+from slime_backend.provenance.stored_segments import KEEP, restore
 
 GROUP_BYTES = 512 * 1024  # of JSON in a row group: what one look-up has to decode
 BLOCK_BYTES = 64 * 1024 * 1024  # no record may be longer than a block of the JSON reader
@@ -34,6 +37,7 @@ _SPAN = pa.struct([("version", pa.string()), ("start", pa.int64()), ("end", pa.i
 _SEGMENT = pa.struct(
     [("start", pa.int64()), ("end", pa.int64()), ("version", pa.string()), ("context", pa.list_(_SPAN))]
 )
+_SHORT_SEGMENT = pa.struct([*_SEGMENT, (KEEP, pa.int64())])  # as it lies in a line
 _PREFILL = pa.struct(
     [
         ("epoch", pa.int64()),
@@ -69,7 +73,13 @@ SCHEMA = pa.schema(
 )
 _TOKENS = ("prompt_ids", "output_ids", "logprobs")
 _DERIVED = ("versions", "extra")
-_STORED = pa.schema([field for field in SCHEMA if field.name not in _DERIVED])
+_STORED = pa.schema(
+    [
+        pa.field("segments", pa.list_(_SHORT_SEGMENT)) if field.name == "segments" else field
+        for field in SCHEMA
+        if field.name not in _DERIVED
+    ]
+)
 _STATISTICS = ["receipt", "group", "session", "engine", "class", "reward", "submitted_at"]  # the others only cost
 
 
@@ -123,9 +133,18 @@ def _parse(lines: Path) -> pa.Table:
         parse_options=pa_json.ParseOptions(explicit_schema=_STORED, unexpected_field_behavior="error"),
     )
     versions = [list(dict.fromkeys(span["version"] for span in spans)) for spans in table["spans"].to_pylist()]
+    table = table.set_column(table.schema.get_field_index("segments"), "segments", _whole(table["segments"]))
     table = table.append_column("versions", pa.array(versions, pa.list_(pa.string())))
     table = table.append_column("extra", pa.nulls(table.num_rows, pa.string()))
     return table.select(SCHEMA.names)
+
+
+def _whole(stored: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Segments with whole contexts. Row by row only where one is shortened: each Python object costs a microsecond."""
+    kept = pc.struct_field(pc.list_flatten(stored), KEEP)
+    if kept.null_count == len(kept):
+        return stored.cast(pa.list_(_SEGMENT))
+    return pa.chunked_array([[restore(segments) for segments in stored.to_pylist()]], pa.list_(_SEGMENT))
 
 
 def _parse_leniently(lines: Path) -> pa.Table:
@@ -191,6 +210,7 @@ class RowReader:
 def _to_row(record: Mapping[str, Any]) -> dict[str, Any]:
     extra = {key: value for key, value in record.items() if key not in SCHEMA.names or key in _DERIVED}
     row = {key: value for key, value in record.items() if key not in extra}
+    row["segments"] = restore(record["segments"])
     row["versions"] = list(dict.fromkeys(span["version"] for span in record["spans"]))
     row["extra"] = json.dumps(extra) if extra else None
     return row

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_backend.provenance import classes
 from slime_backend.provenance.errors import RecordError
+from slime_backend.provenance.stored_segments import read_segments, shorten, span_to_json
 from slime_backend.wire import (
     KV_PROVENANCE_KEY,
     PREFILLS_KEY,
@@ -135,11 +136,8 @@ class RolloutRecord:
     def to_json(self) -> dict[str, Any]:
         """Written out by hand: `asdict` copies thousands of token ids one by one, and this is once per rollout."""
         data = {name: getattr(self, name) for name in _PLAIN}
-        data["spans"] = [_span(s) for s in self.spans]
-        data["segments"] = [
-            {"start": s.start, "end": s.end, "version": s.version, "context": [_span(c) for c in s.context]}
-            for s in self.segments
-        ]
+        data["spans"] = [span_to_json(s) for s in self.spans]
+        data["segments"] = shorten(self.segments)
         data["prefills"] = [
             {"epoch": p.epoch, "order": p.order, "version": p.version, "cached": p.cached, "total": p.total}
             for p in self.prefills
@@ -157,13 +155,9 @@ class RolloutRecord:
         for name in ("prompt_ids", "output_ids", "logprobs"):
             values[name] = tuple(values[name])
         values["spans"] = tuple(Span.from_json(s) for s in data["spans"])
-        values["segments"] = tuple(KvSegment.from_json(s) for s in data["segments"])
+        values["segments"] = read_segments(data["segments"])
         values["prefills"] = tuple(Prefill.from_json(p) for p in data["prefills"])
         return cls(**values)
-
-
-def _span(span: Span) -> dict[str, Any]:
-    return {"version": span.version, "start": span.start, "end": span.end}
 
 
 _PLAIN = tuple(f.name for f in fields(RolloutRecord) if f.name not in ("spans", "segments", "prefills"))
