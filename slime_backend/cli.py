@@ -291,7 +291,7 @@ def _measure(name: str, title: str, work: Callable[..., Coroutine[Any, Any, None
     early: BaseException | None = None
     try:
         _run_async(work(say, rows))
-    except (*expected_errors()[1], KeyboardInterrupt) as error:
+    except BaseException as error:
         early = error
         say(f"bench {name} ended early, with {len(rows)} rows measured")
     if as_json:

@@ -68,14 +68,10 @@ def interval_rank(count: int, confidence: float) -> int:
     Order statistics, whatever the distribution: each value lies below the median with probability 1/2, so the number
     that do is binomial. Raises BenchError where `count` values are too few for any such interval.
     """
-    outside = (1 - confidence) / 2
-    below = 0.0
-    for rank in range(count // 2):
-        below += math.comb(count, rank) / 2**count
-        if below > outside:
-            break
-    else:
-        rank = count // 2
+    rank, below = 0, 0.5**count  # `below`: the chance that no more than `rank` values lie below the median
+    while below <= (1 - confidence) / 2:
+        rank += 1
+        below += math.comb(count, rank) * 0.5**count
     if rank == 0:
         raise BenchError(f"{count} rounds are too few to say anything with {confidence:.0%} confidence; take more")
     return rank - 1

@@ -114,8 +114,11 @@ def _values_of(req: Any) -> dict[str, list[dict[str, Any]]]:
 def _report(reqs: list[Any]) -> dict[str, list[list[dict[str, Any]]]]:
     """Values for `build_additional_customized_info`: one list per request, empty before the last chunk.
 
-    The receiver extends one list over all chunks of a request, so each value must be sent once.
+    The receiver extends one list over all chunks of a request, so each value must be sent once. A step at whose end
+    nobody has finished sends no columns at all: with streams that is nearly every step.
     """
+    if not any(req.finished() for req in reqs):
+        return {}
     values = [_values_of(req) if req.finished() else {} for req in reqs]
     return {key: [row.get(key, []) for row in values] for key in KEYS}
 

@@ -5,7 +5,7 @@ every version: a match looks at tokens, `extra_key` and `cache_salt` only (mem_c
 it hands out prefixes that the old weights computed. Four rules:
 
     stamp     a request that holds no KV gets the current epoch into its key, each time before it is matched
-              (common.py:221, schedule_policy.py:214): the epoch of its admission to prefill, never of its arrival
+              (common.py:221, schedule_policy.py:346): the epoch of its admission to prefill, never of its arrival
     keep      a request that holds KV keeps its stamp: it decodes on, or prefills its next chunk, on the KV it has
     withhold  a request of an older epoch puts nothing into the tree any more; when it ends, what it had there goes too
     sweep     when an epoch ends, everything unlocked is evicted, before the first byte of the weights can change
@@ -32,7 +32,7 @@ from slime_backend.engine_plugin.kv_evidence import counters
 
 HOOK = "scope"
 COMMON = "sglang.srt.mem_cache.common"
-ORDER = "sglang.srt.managers.schedule_policy.SchedulePolicy.calc_priority"
+IN_BATCH = "sglang.srt.managers.schedule_policy.SchedulePolicy._compute_prefix_matches"
 TREE = "sglang.srt.mem_cache.registry.create_tree_cache"
 TREE_CLASS = "UnifiedRadixCache"  # its subclasses put KV elsewhere; the other trees have no epoch-wide sweep
 
@@ -62,8 +62,9 @@ def install() -> str:
         [
             (TREE, "after", _after_tree),
             # The in-batch match of a cache-aware policy reads the key before it calls match_kv_cache
-            # (schedule_policy.py:354): unstamped, a group of equal prompts would be prefilled twice.
-            (ORDER, "before", _before_order),
+            # (schedule_policy.py:354): unstamped, a group of equal prompts would be prefilled twice. Other policies
+            # don't look at the whole queue at every step, and neither does this.
+            (IN_BATCH, "before", _before_in_batch),
             (f"{COMMON}.match_kv_cache", "before", _before_match),
             (f"{COMMON}.touch_waiting_prefix", "before", _before_match),
             (f"{COMMON}.checkpoint_kv_cache", "before", _before_checkpoint),
@@ -150,7 +151,7 @@ def _after_tree(tree: Any, *args: Any, **kwargs: Any) -> Any:
     return tree
 
 
-def _before_order(policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
+def _before_in_batch(policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
     if _scoping:
         number = EPOCH.number
         for req in waiting_queue:

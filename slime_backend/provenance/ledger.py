@@ -10,7 +10,9 @@
     beside:   _000004.jsonl -> 000004.parquet (whole or not at all) -> noted in the index -> lines removed
 
 Turning a segment over takes a second, so it is done on a thread, in order, while the next one is appended to: a caller
-that holds an event loop goes on. Until then the sealed lines are what is read. The data are the truth: the index follows them and can be rebuilt, and if it fails, appending goes on without it. A kill
+on an event loop goes on. Until then the sealed lines are what is read.
+
+The data are the truth: the index follows them and can be rebuilt, and if it fails, appending goes on without it. A kill
 loses at most the record that was being written. Against a power cut: Parquet segments are on the disk before their
 lines are removed; the last lines of the active segment are not forced out one by one.
 """

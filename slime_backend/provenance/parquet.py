@@ -1,9 +1,9 @@
 """Sealed segments of the ledger: JSON lines turned into Parquet, and read back as the same records.
 
 One row is one rollout, in the order of the lines. Columns are the record's fields, the `class`, and `versions` (who
-sampled it, oldest first) for those who query with pandas or DuckDB; contexts of segments are whole, so that a row can be
-read by itself. A field that this version doesn't know is kept as
-JSON in `extra`, so that nothing is lost in turning over.
+sampled it, oldest first) for those who query with pandas or DuckDB; contexts of segments are whole, so that a row can
+be read by itself. A field that this version doesn't know is kept as JSON in `extra`, so that nothing is lost in turning
+over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `reef-slime bench swa` prints and when it fails. The measurement itself takes minutes and is not run here."""
+"""How `reef-slime bench swa` judges what it measures. The measurement itself takes minutes and is not run here."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import json
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from slime_backend.bench import swa
-from slime_backend.bench.rows import Row
-from slime_backend.cli import app
 from slime_backend.local_trainer.models import byte_tokenizer
 
 
@@ -39,33 +35,6 @@ def test_no_gpu_is_visible() -> None:
 def test_a_row_of_reuse(pairs: Any, goal: Any, expected: Any) -> None:
     row = swa.reuse_row("case", 1000, [(answer(a, 1100), answer(b, 1100)) for a, b in pairs], goal)
     assert (row.peer, row.ours, row.ratio, row.holds) == expected
-
-
-@pytest.mark.parametrize("holds", [True, False])
-def test_the_json_is_the_contract_and_a_missed_goal_fails(monkeypatch: Any, holds: bool) -> None:
-    async def measured(say: Any) -> list[Row]:
-        say("starting two engines")
-        return [Row("first fan-out", 0.0, 0.99, 103.4, "at least 0.99", holds)]
-
-    monkeypatch.setattr(swa, "bench_swa", measured)
-    done = CliRunner().invoke(app, ["bench", "swa", "--json"])
-    assert done.exit_code == (0 if holds else 1)
-    assert json.loads(done.stdout) == {
-        "bench": "swa",
-        "rows": [
-            {
-                "case": "first fan-out",
-                "peer": 0.0,
-                "ours": 0.99,
-                "ratio": 103.4,
-                "goal": "at least 0.99",
-                "holds": holds,
-            }
-        ],
-    }
-    table = CliRunner().invoke(app, ["bench", "swa"])
-    assert "first fan-out" in table.stdout
-    assert ("NO" in table.stdout) != holds
 
 
 def test_the_prompts_are_those_of_the_chat_template() -> None:

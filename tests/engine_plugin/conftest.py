@@ -12,7 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # engine_api and tiny_models, which only these tests use
 
+from checks import reset
 from engine_api import Api, Serve
+from scoped import HOOKS, KINDS, RUNNING, STRICT, Kind, Scoped
 from tiny_models import Reference, write_checkpoints
 
 from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines
@@ -52,3 +54,25 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
             yield Api(engine.url)
 
     return start
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def scoped_engine(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Scoped]:
+    kind: Kind = request.param
+    family = "hybrid" if kind.hybrid else "dense"
+    paths = request.getfixturevalue(f"{family}_paths")
+    with serve(
+        paths["v0"],
+        hooks=HOOKS,
+        page_size=kind.page,
+        overlap_schedule=kind.overlap,
+        extra=("--max-running-requests", str(RUNNING)),
+        environment={**STRICT, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": kind.core},
+    ) as api:
+        yield Scoped(kind, api, paths, request.getfixturevalue(f"{family}_reference"))
+
+
+@pytest.fixture
+def scoped(scoped_engine: Scoped) -> Scoped:
+    reset(scoped_engine.api, scoped_engine.paths)
+    return scoped_engine

@@ -1,4 +1,4 @@
-"""How large a rollout's record is without tokens, by how many publications it lived through; and that it stays whole."""
+"""How large a record is without tokens, by the publications that its rollout lived through, and that it stays whole."""
 
 from __future__ import annotations
 
