@@ -23,6 +23,7 @@ PREFILLS_KEY = "prefills"
 SAMPLED_SPANS_KEY = "weight_versions"
 ANCHORS_KEY = "kv_anchors"
 ANCHORS_HOOK = "swa_anchors"  # the hook that reads it
+SWITCH_KEY = "reef_slime_hooks"  # of /set_internal_state, for the hook hook_switch
 HOOKS_VARIABLE = "REEF_SLIME_HOOKS"  # comma-separated hook names; a process without it is left untouched
 
 ACTIVE = "active"

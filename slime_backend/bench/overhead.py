@@ -1,15 +1,17 @@
 """`reef-slime bench overhead`: what recording costs, in tokens decoded per second.
 
-Three engines of one model on this CPU, alike but for their hooks and idle while another is timed:
+One engine is compared with itself: its hooks are taken out of the running scheduler and put back between batches
+(engine_plugin/hook_switch.py), because two engines that are started alike differ by more than recording costs. In each
+round the same prompts are answered three times, in an order that changes from round to round:
 
-    off      the plugin's hooks off, but for the attention that makes a CPU engine fast, which is on everywhere
-    again    the same once more: what two engines that are alike differ by is what this machine can't tell apart
+    off      SGLang's own functions everywhere, but for the attention that makes a CPU engine fast
+    again    the same once more: what it differs by from `off` is what this machine can't tell apart
     on       every hook
 
-In each round all three answer the same prompts, one engine after the other, and the order changes from round to round,
-so each round gives one ratio to `off` of the very same moment. A row holds the medians of the rounds. A round is whole
-requests, prefill and the record of the finished request included, with some hundred tokens decoded for a short prompt.
-The model is tiny, so a step is short and a fixed cost per step weighs more than on any model that one would train.
+So each round gives one ratio to the `off` of the very same moment; a row holds the medians over the rounds, and the
+interval that the true median of the ratio lies in. A batch is whole requests: a short prompt's prefill, the decoded
+tokens, and the record of each finished request. The model is tiny, so its steps are short, and a fixed cost per step or
+per request weighs more than on any model that one would train; answers are short, so the record of a request does too.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,15 +31,16 @@ from slime_backend.bench.rows import BenchError, Row, told
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_plugin import HOOK_MODULES
 from slime_backend.local_trainer.models import make_tiny_model
+from slime_backend.wire import KV_PROVENANCE_KEY, SWITCH_KEY
 
 OFF, AGAIN, ON = "off", "again", "on"
-HOOKS = {OFF: ("cpu_attention",), AGAIN: ("cpu_attention",), ON: tuple(HOOK_MODULES)}
+SIDES = (OFF, AGAIN, ON)
+HOOKS = tuple(HOOK_MODULES)
 GOAL = 0.98
 PROMPT = 16
-# Batch -> tokens of each answer: some half a second a round, so that the three of a round see the same machine.
-BATCHES = {1: 192, 8: 128, 32: 64}
-ROUNDS = 60
-WARM_UP = 3
+TOKENS = 24  # of each answer: a fraction of a second, so that the three of a round see the same machine
+ROUNDS = {1: 200, 8: 150, 32: 100}  # batch -> rounds
+WARM_UP = 5
 CONFIDENCE = 0.95
 
 Say = Callable[[str], None]
@@ -77,60 +80,72 @@ def interval_rank(count: int, confidence: float) -> int:
     return rank - 1
 
 
-async def decode(client: EngineClient, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    """Tokens per second of one batch that is sent at once, from sending to the last answer."""
-    sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+async def switch(engine: EngineClient, on: bool) -> None:
+    await engine.call("POST", "/set_internal_state", body={"server_args": {SWITCH_KEY: int(on)}})
+
+
+async def decode(engine: EngineClient, prompts: Sequence[Sequence[int]], recorded: bool) -> float:
+    """Tokens per second of one batch that is sent at once, from sending to the last answer.
+
+    Raises BenchError where the answers have a record although the hooks are out, or none although they are in.
+    """
+    sampling = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
     bodies = [{"input_ids": list(ids), "return_logprob": True, "sampling_params": sampling} for ids in prompts]
     start = time.perf_counter()
-    answers = await asyncio.gather(*(client.generate(body) for body in bodies))
+    answers = await asyncio.gather(*(engine.generate(body) for body in bodies))
     seconds = time.perf_counter() - start
+    if any((KV_PROVENANCE_KEY in answer["meta_info"]) != recorded for answer in answers):
+        raise BenchError(f"the hooks were switched {'on' if recorded else 'off'} and the answers say otherwise")
     return sum(len(answer["output_ids"]) for answer in answers) / seconds
 
 
-async def measure(
-    engines: Mapping[str, EngineClient], batch: int, tokens: int, rounds: int, rng: random.Random
-) -> dict[str, list[float]]:
+async def measure(engine: EngineClient, batch: int, rounds: int, rng: random.Random) -> dict[str, list[float]]:
     """Side -> tokens per second of each round."""
-    found: dict[str, list[float]] = {side: [] for side in engines}
-    order = list(engines)
+    await engine.flush()
+    found: dict[str, list[float]] = {side: [] for side in SIDES}
+    order = list(SIDES)
     for number in range(WARM_UP + rounds):
         prompts = [[rng.randrange(256) for _ in range(PROMPT)] for _ in range(batch)]
         rng.shuffle(order)
         for side in order:
-            speed = await decode(engines[side], prompts, tokens)
+            await switch(engine, side == ON)
+            # A first token of its own: the second and the third must find no more in the cache than the first.
+            speed = await decode(engine, [[SIDES.index(side), *ids] for ids in prompts], side == ON)
             if number >= WARM_UP:
                 found[side].append(speed)
+    await switch(engine, True)
     return found
 
 
 def row(model: str, batch: int, side: str, found: Comparison) -> Row:
-    """`peer`: tokens per second with the hooks off."""
-    what = "every hook on" if side == ON else "no hook either (what the machine can't tell apart)"
+    """`peer`: tokens per second with the hooks out."""
+    what = "every hook in" if side == ON else "the hooks out once more"
     return Row(
         f"decode, {model}, batch {batch}, {what}; ratio within {found.low:.3f} .. {found.high:.3f}",
         round(found.peer, 1),
         round(found.ours, 1),
         round(found.ratio, 4),
         f"at least {GOAL:g}" if side == ON else "about 1",
-        # The control holds where it can't hide a miss: two engines alike within what the goal allows.
+        # The control holds where it can't hide a miss: two sides that are alike, within what the goal allows.
         found.ratio >= GOAL if side == ON else abs(found.ratio - 1) <= 1 - GOAL,
     )
 
 
-async def bench_overhead(say: Say, rows: list[Row], rounds: int = ROUNDS) -> None:
-    """Add all rows to `rows`. Takes some minutes. Raises EngineStartError, EngineError or BenchError."""
-    interval_rank(rounds, CONFIDENCE)
+async def bench_overhead(say: Say, rows: list[Row]) -> None:
+    """Add all rows to `rows`. Takes some ten minutes. Raises EngineStartError, EngineError or BenchError."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
         for name in ("dense", "hybrid"):
             model = make_tiny_model(Path(folder) / name, hybrid=name == "hybrid")
-            say(f"starting three engines: {name}")
-            async with running_engines(model, Path(folder), name, HOOKS) as engines:
-                missing = (await engines[ON].reports())[0].missing_hooks(HOOKS[ON])
+            say(f"starting an engine: {name}")
+            async with running_engines(model, Path(folder), name, {"engine": HOOKS}) as engines:
+                engine = engines["engine"]
+                missing = (await engine.reports())[0].missing_hooks(HOOKS)
                 if missing:
                     raise BenchError(f"not every hook is active, so there is nothing to measure: {missing}")
-                for batch, tokens in BATCHES.items():
-                    speeds = await measure(engines, batch, tokens, rounds, rng)
+                say(f"measuring: {name}")
+                for batch, rounds in ROUNDS.items():
+                    speeds = await measure(engine, batch, rounds, rng)
                     for side in (ON, AGAIN):
                         rows.append(row(name, batch, side, Comparison.of(speeds[OFF], speeds[side])))
                         say(told(rows[-1]))

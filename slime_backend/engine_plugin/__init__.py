@@ -13,6 +13,7 @@ the one to refuse.
     swa_anchors    swa_anchors.py     radix cache: keeps a sliding window where prompts may diverge
     retract_flush  retract_flush.py   lets a flush through after a retract pause, where SGLang refuses it
     sampled_spans  sampled_spans.py   meta_info: which weights sampled each token, where SGLang doesn't say
+    hook_switch    hook_switch.py     takes the others out of a running engine and puts them back, for a bench
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ HOOK_MODULES: dict[str, str] = {
     "swa_anchors": "slime_backend.engine_plugin.swa_anchors",
     "retract_flush": "slime_backend.engine_plugin.retract_flush",
     "sampled_spans": "slime_backend.engine_plugin.sampled_spans",
+    "hook_switch": "slime_backend.engine_plugin.hook_switch",
 }
 
 log = logging.getLogger(__name__)

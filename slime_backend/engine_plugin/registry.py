@@ -61,6 +61,12 @@ def attach(hook: str, functions: Sequence[HookFunction]) -> str:
     return wire.ACTIVE
 
 
+def targets_but(hooks: Sequence[str]) -> list[str]:
+    """Every dotted SGLang name that was patched, each once, but for those of `hooks`."""
+    found = dict.fromkeys(t for hook, targets in _targets.items() if hook not in hooks for t in targets)
+    return [target for target in found if _is_patched(target)]
+
+
 def _is_patched(target: str) -> bool:
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from slime_backend.bench import overhead
-from slime_backend.bench.overhead import AGAIN, HOOKS, OFF, ON, Comparison, interval_rank
+from slime_backend.bench.overhead import AGAIN, ON, SIDES, Comparison, interval_rank
 from slime_backend.bench.rows import BenchError
-from slime_backend.engine_plugin import HOOK_MODULES
 
 
 def noisy(ratio: float, rounds: int, seed: int = 0) -> Comparison:
@@ -21,11 +20,6 @@ def noisy(ratio: float, rounds: int, seed: int = 0) -> Comparison:
         [p * rng.gauss(1, 0.05) for p in pace],
         [p * ratio * rng.gauss(1, 0.05) for p in pace],
     )
-
-
-def test_every_hook_is_on_and_only_the_attention_elsewhere() -> None:
-    assert set(HOOKS[ON]) == set(HOOK_MODULES)
-    assert HOOKS[OFF] == HOOKS[AGAIN] == ("cpu_attention",)
 
 
 @pytest.mark.parametrize(("ratio", "holds"), [(1.0, True), (0.99, True), (0.95, False), (0.9, False)])
@@ -60,27 +54,50 @@ def test_too_few_rounds_are_refused() -> None:
         interval_rank(5, 0.95)
 
 
+class Engine:
+    """Answers as one whose hooks were switched does, unless it is `stuck` with them."""
+
+    def __init__(self, stuck: bool | None = None) -> None:
+        self.stuck, self.on = stuck, True
+        self.asked: list[tuple[bool, list[int]]] = []
+
+    async def call(self, method: str, path: str, *, body: Any) -> Any:
+        assert (method, path) == ("POST", "/set_internal_state")
+        self.on = bool(body["server_args"]["reef_slime_hooks"])
+        return [True]
+
+    async def flush(self) -> None:
+        return None
+
+    async def generate(self, body: Any) -> Any:
+        self.asked.append((self.on, body["input_ids"]))
+        recorded = self.on if self.stuck is None else self.stuck
+        meta = {"kv_provenance": []} if recorded else {}
+        return {"output_ids": [0] * body["sampling_params"]["max_new_tokens"], "meta_info": meta}
+
+
 def test_each_round_gives_all_sides_the_same_prompts_in_another_order(run_async: Any) -> None:
-    asked: list[tuple[str, list[Any]]] = []
-
-    class Engine:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        async def generate(self, body: Any) -> Any:
-            asked.append((self.name, body["input_ids"]))
-            return {"output_ids": [0] * body["sampling_params"]["max_new_tokens"]}
-
-    engines: Any = {side: Engine(side) for side in HOOKS}
-    speeds = run_async(overhead.measure(engines, 2, 16, 10, random.Random(0)), 30)
-    assert {side: len(found) for side, found in speeds.items()} == dict.fromkeys(HOOKS, 10)
-    rounds = [asked[i : i + 6] for i in range(0, len(asked), 6)]
-    assert len(rounds) == 10 + overhead.WARM_UP
-    firsts = set()
+    engine: Any = Engine()
+    speeds = run_async(overhead.measure(engine, 2, 20, random.Random(0)), 30)
+    assert {side: len(found) for side, found in speeds.items()} == dict.fromkeys(SIDES, 20)
+    assert engine.on
+    rounds = [engine.asked[i : i + 6] for i in range(0, len(engine.asked), 6)]
+    assert len(rounds) == 20 + overhead.WARM_UP
+    orders = set()
     for calls in rounds:
-        assert sorted(name for name, _ in calls) == sorted([*HOOKS] * 2)
-        prompts = [[ids for name, ids in calls if name == side] for side in HOOKS]
-        assert prompts[0] == prompts[1] == prompts[2]
-        assert prompts[0][0] != prompts[0][1]
-        firsts.add(calls[0][0])
-    assert firsts == set(HOOKS)
+        assert sum(on for on, _ in calls) == 2  # a batch of two with the hooks in
+        order = tuple(ids[0] for _, ids in calls[::2])
+        assert sorted(order) == [0, 1, 2]
+        assert [on for on, _ in calls[::2]] == [SIDES[side] == ON for side in order]
+        batches = [[ids[1:] for _, ids in calls[i : i + 2]] for i in (0, 2, 4)]
+        assert batches[0] == batches[1] == batches[2]
+        assert batches[0][0] != batches[0][1]
+        orders.add(order)
+    assert len(orders) == 6
+
+
+@pytest.mark.parametrize("stuck", [True, False])
+def test_an_engine_that_does_not_switch_is_not_measured(run_async: Any, stuck: bool) -> None:
+    engine: Any = Engine(stuck)
+    with pytest.raises(BenchError, match="the answers say otherwise"):
+        run_async(overhead.measure(engine, 2, 6, random.Random(0)), 30)

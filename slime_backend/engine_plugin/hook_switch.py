@@ -1,0 +1,82 @@
+"""Takes the other hooks out of a running scheduler and puts them back: for `reef-slime bench overhead`, not for a run.
+
+Two engine processes that are started alike differ in speed by more than recording costs, so the bench compares one
+engine with itself. `POST /set_internal_state` with `{"server_args": {"reef_slime_hooks": 0}}` puts SGLang's own
+functions back where the hooks were attached (and its own output streamer), and 1 the hooked ones. Only between
+requests: one that was admitted without the hooks has no record. What stays: `cpu_attention`, which isn't a part of
+recording, and what the HTTP process does once per request. Works with SGLang 0.5.23 (managers/scheduler.py:5599).
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+import sys
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from slime_backend import wire
+from slime_backend.engine_plugin import registry
+from slime_backend.engine_plugin.generation import SCHEDULER
+
+HOOK = "hook_switch"
+KEPT = (HOOK, "cpu_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A class or module that holds a hooked function under `name`."""
+
+    owner: Any
+    name: str
+    hooked: Any
+    plain: Any  # SGLang's own
+
+
+def install() -> str:
+    return registry.attach(HOOK, [(f"{SCHEDULER}.set_internal_state", "around", _around_set)])
+
+
+def places_of(target: str, hooks: int) -> list[Place]:
+    """Where the function `target`, wrapped by `hooks` hooks, is bound: its owner, and modules that imported it."""
+    path, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    hooked = plain = vars(owner)[name]
+    for _ in range(hooks):
+        plain = plain.__wrapped__
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    bound = [(module, key) for module in modules for key, value in list(vars(module).items()) if value is hooked]
+    return [Place(holder, key, hooked, plain) for holder, key in dict.fromkeys([(owner, name), *bound])]
+
+
+def switch(places: list[Place], on: bool) -> None:
+    for place in places:
+        setattr(place.owner, place.name, place.hooked if on else place.plain)
+
+
+@functools.cache  # the first call comes while the hooks are in
+def _places() -> list[Place]:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    targets = registry.targets_but(KEPT)
+    return [place for target in targets for place in places_of(target, len(HookRegistry._hooks[target]))]
+
+
+@functools.cache  # as above
+def _streamer_classes(streamer: Any) -> tuple[type, type]:
+    """(SGLang's own class of output streamer, the one that kv_spans put in its place)."""
+    hooked = type(streamer)
+    return (hooked.__mro__[1] if hooked.__module__.startswith(f"{__package__}.") else hooked), hooked
+
+
+def _around_set(original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    if set(request.server_args) != {wire.SWITCH_KEY}:
+        return original(scheduler, request, *args, **kwargs)
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    on = bool(request.server_args[wire.SWITCH_KEY])
+    switch(_places(), on)
+    streamer = scheduler.output_streamer
+    streamer.__class__ = _streamer_classes(streamer)[on]
+    return SetInternalStateReqOutput(updated=True)

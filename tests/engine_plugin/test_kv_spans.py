@@ -1,0 +1,55 @@
+"""What kv_spans does at each step's end, without an engine: nothing, unless a request has finished.
+
+Not tested here: what a real engine answers (test_hybrid_engine.py, test_scope_engine.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slime_backend.engine_plugin import kv_spans
+from slime_backend.engine_plugin.trace import Admission, RequestTrace
+
+
+class Request:
+    """The part of SGLang's `Req` that is looked at."""
+
+    def __init__(self, tokens: int, finished: bool) -> None:
+        self.output_ids_through_stop = [1] * tokens
+        self._finished = finished
+
+    def finished(self) -> bool:
+        return self._finished
+
+
+@pytest.fixture
+def admit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(kv_spans.EPOCH, "version", lambda epoch: f"v{epoch}")
+
+    def admitted(tokens: int, finished: bool) -> Request:
+        req = Request(tokens, finished)
+        trace = kv_spans._traces[req] = RequestTrace(prompt_length=10)
+        trace.admit(Admission(0, 0, 4, 10), sampled=0)
+        return req
+
+    yield admitted
+    kv_spans._traces.clear()
+
+
+def test_a_step_at_whose_end_nobody_finished_sends_nothing(admit: Any) -> None:
+    running = [admit(5, finished=False) for _ in range(3)]
+    assert kv_spans._report(running) == kv_spans._report([]) == {}
+    assert len(kv_spans._traces) == 3
+
+
+def test_one_row_a_request_in_their_order_and_each_record_once(admit: Any) -> None:
+    running, ended, unknown = admit(5, finished=False), admit(7, finished=True), Request(0, finished=True)
+    columns = kv_spans._report([running, ended, unknown])
+    context = ({"version": "v0", "start": 0, "end": 16},)
+    segment = {"start": 0, "end": 7, "version": "v0", "context": context}
+    prefill = {"epoch": 0, "order": 0, "version": "v0", "cached": 4, "total": 10}
+    assert columns == {"kv_provenance": [[], [segment], []], "prefills": [[], [prefill], []]}
+    assert kv_spans._report([ended]) == {"kv_provenance": [[]], "prefills": [[]]}
