@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_backend import wire
-from slime_backend.engine_plugin import registry
+from slime_backend.engine_plugin import kv_spans, registry
 from slime_backend.engine_plugin.generation import SCHEDULER
 
 HOOK = "hook_switch"
@@ -63,11 +63,10 @@ def _places() -> list[Place]:
     return [place for target in targets for place in places_of(target, len(HookRegistry._hooks[target]))]
 
 
-@functools.cache  # as above
-def _streamer_classes(streamer: Any) -> tuple[type, type]:
-    """(SGLang's own class of output streamer, the one that kv_spans put in its place)."""
-    hooked = type(streamer)
-    return (hooked.__mro__[1] if hooked.__module__.startswith(f"{__package__}.") else hooked), hooked
+def _streamer_class(current: Any, on: bool) -> type:
+    """SGLang's own class of output streamer, or the one that kv_spans puts in its place."""
+    plain = current.__mro__[1] if current.__module__ == kv_spans.__name__ else current
+    return kv_spans.reporting_streamer(plain) if on else plain
 
 
 def _around_set(original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +76,7 @@ def _around_set(original: Any, scheduler: Any, request: Any, *args: Any, **kwarg
 
     on = bool(request.server_args[wire.SWITCH_KEY])
     switch(_places(), on)
-    streamer = scheduler.output_streamer
-    streamer.__class__ = _streamer_classes(streamer)[on]
+    if registry.statuses().get(kv_spans.HOOK) == wire.ACTIVE:
+        streamer = scheduler.output_streamer
+        streamer.__class__ = _streamer_class(type(streamer), on)
     return SetInternalStateReqOutput(updated=True)

@@ -128,11 +128,13 @@ def _streamer_class(cls: type, scheduler: Any) -> type:
         registry.set_status(HOOK, "the Rust server (SGLANG_RUST_SERVER) takes no additional output")
         return cls
     registry.set_status(HOOK, wire.ACTIVE)
-    return _reporting_streamer(cls)
+    return reporting_streamer(cls)
 
 
 @functools.cache
-def _reporting_streamer(base: Any) -> type:
+def reporting_streamer(base: Any) -> type:
+    """A subclass of SGLang's streamer, always the same one for the same base."""
+
     class ReportingStreamer(base):  # type: ignore[misc]
         """Adds our two keys to what the base class emits."""
 
