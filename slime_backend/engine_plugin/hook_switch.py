@@ -4,7 +4,8 @@ Two engine processes that are started alike differ in speed by more than recordi
 engine with itself. `POST /set_internal_state` with `{"server_args": {"reef_slime_hooks": 0}}` puts SGLang's own
 functions back where the hooks were attached (and its own output streamer), and 1 the hooked ones. Only between
 requests: one that was admitted without the hooks has no record. What stays: `cpu_attention`, which isn't a part of
-recording, and what the HTTP process does once per request. Works with SGLang 0.5.23 (managers/scheduler.py:5599).
+recording; control calls, which the scheduler bound at its start (reports, pause, flush); and what the HTTP process does
+once per request. Works with SGLang 0.5.23 (managers/scheduler.py:5599).
 """
 
 from __future__ import annotations

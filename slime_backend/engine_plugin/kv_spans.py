@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from dataclasses import asdict
 from typing import Any
 
 from slime_backend import wire
@@ -106,8 +105,8 @@ def _values_of(req: Any) -> dict[str, list[dict[str, Any]]]:
         return {}
     segments = trace.kv_segments(EPOCH.number, len(req.output_ids_through_stop), EPOCH.version)
     return {
-        wire.KV_PROVENANCE_KEY: [asdict(segment) for segment in segments],
-        wire.PREFILLS_KEY: [asdict(prefill) for prefill in trace.prefills(EPOCH.version)],
+        wire.KV_PROVENANCE_KEY: [segment.to_json() for segment in segments],
+        wire.PREFILLS_KEY: [prefill.to_json() for prefill in trace.prefills(EPOCH.version)],
     }
 
 

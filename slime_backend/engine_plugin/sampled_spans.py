@@ -11,7 +11,6 @@ where 0.5.23 gives those so far with every chunk.
 from __future__ import annotations
 
 import weakref
-from dataclasses import asdict
 from typing import Any
 
 from slime_backend import wire
@@ -68,4 +67,4 @@ def _on_epoch_end(scheduler: Any, ending: int) -> None:
 
 def _spans_of(req: Any) -> dict[str, list[dict[str, Any]]]:
     found = spans(_marks.pop(req, []), len(req.output_ids_through_stop))
-    return {wire.SAMPLED_SPANS_KEY: [asdict(span) for span in found]}
+    return {wire.SAMPLED_SPANS_KEY: [span.to_json() for span in found]}

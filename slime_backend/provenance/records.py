@@ -9,7 +9,7 @@ from typing import Any
 
 from slime_backend.provenance import classes
 from slime_backend.provenance.errors import RecordError
-from slime_backend.provenance.stored_segments import read_segments, shorten, span_to_json
+from slime_backend.provenance.stored_segments import read_segments, shorten
 from slime_backend.wire import (
     KV_PROVENANCE_KEY,
     PREFILLS_KEY,
@@ -136,12 +136,9 @@ class RolloutRecord:
     def to_json(self) -> dict[str, Any]:
         """Written out by hand: `asdict` copies thousands of token ids one by one, and this is once per rollout."""
         data = {name: getattr(self, name) for name in _PLAIN}
-        data["spans"] = [span_to_json(s) for s in self.spans]
+        data["spans"] = [s.to_json() for s in self.spans]
         data["segments"] = shorten(self.segments)
-        data["prefills"] = [
-            {"epoch": p.epoch, "order": p.order, "version": p.version, "cached": p.cached, "total": p.total}
-            for p in self.prefills
-        ]
+        data["prefills"] = [p.to_json() for p in self.prefills]
         return {**data, "class": self.rollout_class}
 
     @classmethod

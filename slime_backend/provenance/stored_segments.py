@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from slime_backend.provenance.errors import RecordError
 from slime_backend.wire import KvSegment, Span
 
 KEEP = "keep"
-
-
-def span_to_json(span: Span) -> dict[str, Any]:
-    return {"version": span.version, "start": span.start, "end": span.end}
 
 
 def shorten(segments: Iterable[KvSegment]) -> list[dict[str, Any]]:
@@ -28,8 +25,7 @@ def shorten(segments: Iterable[KvSegment]) -> list[dict[str, Any]]:
     for segment in segments:
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, segment.context, strict=False))
         kept = sum(1 for _ in alike)
-        context = [span_to_json(span) for span in segment.context[kept:]]
-        item = {"start": segment.start, "end": segment.end, "version": segment.version, "context": context}
+        item = replace(segment, context=segment.context[kept:]).to_json()
         stored.append({**item, KEEP: kept} if kept else item)
         before = segment.context
     return stored

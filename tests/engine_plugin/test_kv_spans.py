@@ -48,7 +48,7 @@ def test_a_step_at_whose_end_nobody_finished_sends_nothing(admit: Any) -> None:
 def test_one_row_a_request_in_their_order_and_each_record_once(admit: Any) -> None:
     running, ended, unknown = admit(5, finished=False), admit(7, finished=True), Request(0, finished=True)
     columns = kv_spans._report([running, ended, unknown])
-    context = ({"version": "v0", "start": 0, "end": 16},)
+    context = [{"version": "v0", "start": 0, "end": 16}]
     segment = {"start": 0, "end": 7, "version": "v0", "context": context}
     prefill = {"epoch": 0, "order": 0, "version": "v0", "cached": 4, "total": 10}
     assert columns == {"kv_provenance": [[], [segment], []], "prefills": [[], [prefill], []]}
