@@ -30,7 +30,8 @@ def ratio(peer_cost: float, our_cost: float) -> float | None:
 
 def told(row: Row) -> str:
     """One line, for while the rest is measured."""
-    return f"{row.case}: peer {row.peer}, ours {row.ours} ({'holds' if row.holds else 'MISSED'}: {row.goal})"
+    times = "" if row.ratio is None else f", ratio {row.ratio}"
+    return f"{row.case}: peer {row.peer}, ours {row.ours}{times} ({'holds' if row.holds else 'MISSED'}: {row.goal})"
 
 
 def to_json(bench: str, rows: Sequence[Row], error: str | None = None) -> dict[str, Any]:
