@@ -20,14 +20,17 @@ def save_published(module: Any) -> None:
     def update_weights(self: Any) -> Any:
         if not getattr(self.args, "reef_save_weights", False):
             return original(self)
+        import torch.distributed as dist
+        from slime.backends.megatron_utils.hf_checkpoint_saver import save_hf_model_to_path
+
         before = self.weight_updater.weight_version
         result = original(self)
         version = self.weight_updater.weight_version
         weights = Path(self.args.reef_run_dir) / "weights"
-        if module.dist.get_rank() == 0:
+        if dist.get_rank() == 0:
             _link_base(weights, Path(self.args.hf_checkpoint))
         if version != before:
-            module.save_hf_model_to_path(self.args, weights / str(version), self.model)
+            save_hf_model_to_path(self.args, weights / str(version), self.model)
         return result
 
     module.MegatronTrainRayActor.update_weights = update_weights

@@ -21,7 +21,6 @@ from slime_backend.slime_hooks import rollouts
 from slime_backend.slime_hooks.generate_calls import METADATA_KEY, note_call
 from slime_backend.slime_hooks.rollout_flags import CORRECT, set_rollout_functions
 
-from .fake_slime import fake_slime  # noqa: F401
 from .samples import FakeSample, answer
 
 PROMPT = 6
@@ -135,7 +134,7 @@ def test_a_stale_sample_is_dropped_and_its_decision_is_on_disk(tmp_path):
     assert (line["step"], line["receipt"], line["reason"], line["lag_max"]) == (3, "g00000/4", "lag_over_bound", 2)
 
 
-def test_metrics_go_into_slime_s_run_and_slime_s_own_are_logged_too(tmp_path, fake_slime):  # noqa: F811
+def test_metrics_go_into_slime_s_run_and_slime_s_own_are_logged_too(tmp_path, fake_slime):
     args = parse(tmp_path, "--max-version-lag", "0", "--staleness", "mask_tokens")
     first, second = sample("1"), sample("1", index=1)
     generate(args, 0, [[first, second]])
@@ -153,7 +152,7 @@ def test_metrics_go_into_slime_s_run_and_slime_s_own_are_logged_too(tmp_path, fa
     assert [(s["step"], s["reward_mean"], s["lag_max"]) for s in steps] == [(1, 0.5, 0), (2, 2.5, 1)]
 
 
-def test_a_record_that_contradicts_itself_is_counted(tmp_path, fake_slime):  # noqa: F811
+def test_a_record_that_contradicts_itself_is_counted(tmp_path, fake_slime):
     args = parse(tmp_path)
     broken = sample("1")
     broken.metadata[METADATA_KEY]["calls"][0]["segments"][0]["version"] = "2"  # sampled by 1, says the other half
