@@ -6,11 +6,16 @@ their own (Ray 2.x, `worker_process_setup_hook`).
 
 from __future__ import annotations
 
-from slime_backend.slime_hooks import patches
+from slime_backend import cpu
+from slime_backend.slime_hooks import checkout, compat, patches
 
 HOOK = "slime_backend.slime_hooks.worker_setup.setup"
 
 
 def setup() -> None:
-    """Register everything that is changed in slime when it is imported. May be called again."""
+    """Make slime importable and register everything that is changed in it. May be called again."""
+    checkout.make_importable()
+    if cpu.requested():
+        cpu.install()
+    compat.install()
     patches.install()
