@@ -1,0 +1,54 @@
+"""What both entry points do: slime's own loop and arguments, with ours, in processes that are prepared for it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from slime_backend import cpu
+from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
+from slime_backend.policy import PolicyError
+from slime_backend.slime_hooks import checkout, ray_start, worker_setup
+
+WRONG_USE = 2
+
+
+def run(script: str) -> None:
+    """Run slime's `script` ("train" or "train_async") with the arguments of the command line.
+
+    Ends the process with one line on stderr and code 2 for what the user can put right: no slime, or settings that the
+    policy refuses.
+    """
+    try:
+        if cpu.requested():
+            add_cpu_flags()
+        worker_setup.setup()
+        loop = checkout.load_script(script)
+        args = parse()
+        ray_start.start(args)
+    except (checkout.SlimeNotFoundError, ray_start.RayStartedTooEarlyError, PolicyError) as error:
+        print(f"reef-slime: {error}", file=sys.stderr)
+        sys.exit(WRONG_USE)
+    loop.train(args)
+
+
+def parse() -> Any:
+    """slime's arguments and ours, with the pause mode and the radix cache written into them.
+
+    Raises PolicyError.
+    """
+    from slime.utils.arguments import parse_args
+
+    args = parse_args(add_custom_arguments=add_reef_arguments)
+    print(f"reef-slime: {configure_sglang_runtime(args)}", flush=True)
+    return args
+
+
+def add_cpu_flags() -> None:
+    """Append to sys.argv, which slime parses three times by itself, what a CPU needs."""
+    from slime_backend.cpu.flags import missing
+
+    added = missing(sys.argv[1:])
+    if added:
+        print(f"reef-slime: CPU mode adds {' '.join(added)}", flush=True)
+        sys.argv.extend(added)

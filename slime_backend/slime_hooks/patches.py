@@ -1,0 +1,14 @@
+"""What is changed in slime's modules so that every publication goes through our transaction."""
+
+from __future__ import annotations
+
+from slime_backend.post_import import ModuleFunction, on_import
+
+# (slime module, function that changes it), in order.
+PATCHES: tuple[tuple[str, ModuleFunction], ...] = ()
+
+
+def install() -> None:
+    """Register every patch; each runs when its module is imported."""
+    for module_name, patch in PATCHES:
+        on_import(module_name, patch)
