@@ -9,6 +9,7 @@ from slime_backend import cpu
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.policy import PolicyError
 from slime_backend.slime_hooks import checkout, ray_start, worker_setup
+from slime_backend.slime_hooks.rollout_flags import set_rollout_functions
 
 WRONG_USE = 2
 
@@ -24,7 +25,7 @@ def run(script: str) -> None:
             add_cpu_flags()
         worker_setup.setup()
         loop = checkout.load_script(script)
-        args = parse()
+        args = parse(asynchronous=script == "train_async")
         ray_start.start(args)
     except (checkout.SlimeNotFoundError, ray_start.RayStartedTooEarlyError, PolicyError) as error:
         print(f"reef-slime: {error}", file=sys.stderr)
@@ -32,8 +33,8 @@ def run(script: str) -> None:
     loop.train(args)
 
 
-def parse() -> Any:
-    """slime's arguments and ours, with the pause mode and the radix cache written into them.
+def parse(*, asynchronous: bool) -> Any:
+    """slime's arguments and ours, with the pause mode, the radix cache and our rollout functions written into them.
 
     Raises PolicyError.
     """
@@ -41,6 +42,8 @@ def parse() -> Any:
 
     args = parse_args(add_custom_arguments=add_reef_arguments)
     print(f"reef-slime: {configure_sglang_runtime(args)}", flush=True)
+    set_rollout_functions(args, asynchronous=asynchronous)
+    print(f"reef-slime: run directory {args.reef_run_dir}", flush=True)
     return args
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from slime_backend.post_import import ModuleFunction, on_import
+from slime_backend.slime_hooks import rollouts, saved_weights
 
 # (slime module, function that changes it), in order.
-PATCHES: tuple[tuple[str, ModuleFunction], ...] = ()
+PATCHES: tuple[tuple[str, ModuleFunction], ...] = (*rollouts.PATCHES, *saved_weights.PATCHES)
 
 
 def install() -> None:

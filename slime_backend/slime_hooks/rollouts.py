@@ -8,7 +8,7 @@
     --custom-tis-function-path         ...importance.correct          the trainer's side of --staleness correct
 
 All but the last run in slime's rollout manager, one process per run. The spans come into `Sample` by PATCHES, in every
-process. slime is imported inside functions, so that this module can be read without it.
+process, so nothing is imported here that imports slime or torch: these come after the process is prepared for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from slime_backend.post_import import ModuleFunction
 from slime_backend.provenance.errors import StalenessError
 from slime_backend.provenance.staleness import Decision
 from slime_backend.slime_hooks.generate_calls import METADATA_KEY, note_call, notes
-from slime_backend.slime_hooks.rollout_figures import figures, step_row
 from slime_backend.slime_hooks.rollout_ledger import RolloutLedger, leaves
 from slime_backend.slime_hooks.stale_samples import apply_staleness, trainer_version
 
@@ -91,6 +90,8 @@ def log_rollouts(
     """
     decisions = _run.decided.pop(rollout_id, None)
     if decisions is not None:  # None: replayed from saved rollout data
+        from slime_backend.slime_hooks.rollout_figures import figures, step_row
+
         row, records = step_row(rollout_id, samples, decisions, args.reward_key)
         _ledger(args).add_step(row)
         _log(args, rollout_id, figures(row, records, samples))

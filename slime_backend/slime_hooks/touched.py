@@ -1,8 +1,8 @@
 """Every symbol and flag of slime that this package names, calls or changes, in one place.
 
-`params` are those that we pass or rely on, `fields` those that we read or write, on the object or on a class. The tests
-hold this against the contract file (tests/contracts) and against the source of this package, so a symbol can neither be
-touched unlisted nor move unnoticed. `missing(contract)` says what a slime with that contract lacks.
+`params` are those that we pass or rely on, `fields` those that we read or write. The tests hold this against the
+contract file (tests/contracts) and against the source of this package, so a symbol can neither be touched unlisted nor
+move unnoticed. `missing(contract)` says what a slime with that contract lacks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,44 @@ from slime_backend.slime_hooks.contract import FLAGS_FILE, FLAGS_KEY
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """A function, a class, or a method ("Class.method") of one module."""
+    """A function, a class, or a method ("Class.method") of one module; or, with `bound`, a name that the module imports
+    and that a contract doesn't list: only a checkout can be asked for it."""
 
     symbol: str
     params: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    bound: bool = False
 
+
+ACCELERATOR_METHODS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    *((name, ()) for name in ("is_available", "current_device", "device_count", "empty_cache")),
+    *((name, ("device",)) for name in ("synchronize", "current_stream", "default_stream", "mem_get_info")),
+    *((name, ("device",)) for name in ("memory_allocated", "memory_reserved")),
+    *((name, ("index",)) for name in ("device", "device_name", "set_device")),
+    ("stream", ("stream",)),
+    ("autocast", ("*args", "**kwargs")),
+)
 
 TOUCHED: Mapping[str, tuple[Touch, ...]] = {
+    # Entry points and versions: entry.py, compat.py
+    "slime.utils.arguments": (Touch("parse_args", ("add_custom_arguments",)),),
+    "slime.backends.sglang_utils.sglang_engine": (
+        Touch("SGLangEngine.update_weights_from_distributed", ("names", "dtypes", "shapes", "group_name")),
+        Touch("SGLangEngine.update_weights_from_tensor", ("serialized_named_tensors",)),
+        Touch("SGLangEngine.continue_generation", ("self",)),
+        Touch("SGLangEngine.get_weight_version", ("self",)),
+        Touch("SGLangEngine._make_request", ("endpoint", "payload")),
+        Touch("ServerArgs", bound=True),
+        Touch("dataclasses", bound=True),
+        Touch("get_server_info", bound=True),
+    ),
+    "slime.backends.megatron_utils.initialize": (Touch("init", ("args",)), Touch("np", bound=True)),
+    # The CPU mode: cpu/
+    "slime.utils.accelerator": (
+        Touch("register_accelerator", ("name", "factory", "is_available", "communication_backends")),
+    ),
+    "slime.utils.accelerator.base": (*(Touch(f"Accelerator.{name}", params) for name, params in ACCELERATOR_METHODS),),
+    "slime.backends.megatron_utils.sglang": (),
     # Rollouts: rollouts.py, generate_calls.py, rollout_ledger.py, stale_samples.py
     "slime.utils.types": (
         Touch("Sample._apply_meta_info", ("args", "meta_info", "new_token_count", "update_terminal_info")),
@@ -91,9 +121,15 @@ FLAGS = (
 def symbols() -> dict[str, list[str]]:
     """Module -> the top-level names that are touched in it, for `contract.make_contract`."""
     return {
-        module: list(dict.fromkeys(touch.symbol.partition(".")[0] for touch in touches))
+        module: list(dict.fromkeys(touch.symbol.partition(".")[0] for touch in touches if not touch.bound))
         for module, touches in TOUCHED.items()
     }
+
+
+def bound_names() -> dict[str, list[str]]:
+    """Module -> the names of its imports that are touched."""
+    found = {module: [touch.symbol for touch in touches if touch.bound] for module, touches in TOUCHED.items()}
+    return {module: names for module, names in found.items() if names}
 
 
 def missing(contract: Mapping[str, Any]) -> list[str]:
@@ -105,6 +141,8 @@ def missing(contract: Mapping[str, Any]) -> list[str]:
             lines.append(f"{module}: the module is gone")
             continue
         for touch in touches:
+            if touch.bound:
+                continue
             lines += _lacks(f"{entry['file']}: {touch.symbol}", touch, entry["symbols"])
     lines += [f"{FLAGS_FILE}: {flag}: the flag is gone" for flag in FLAGS if flag not in contract[FLAGS_KEY]]
     return lines

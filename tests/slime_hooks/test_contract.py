@@ -1,5 +1,5 @@
-"""What this package touches in slime, against the contract file; what moved, named. Without slime: on a made-up tree that
-is altered; with SLIME_SRC: the checkout against the file."""
+"""What this package touches in slime, against the contract file; what moved, named. Without slime: on a made-up tree
+that is altered; with SLIME_SRC: the checkout against the file."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_a_contract_says_what_the_source_says(tmp_path):
     [
         (
             {"types": ("new_token_count=0, **rest", "count=0, **rest")},
-            "slime/utils/types.py: Sample._apply_meta_info: parameters (self, args, meta_info, *, new_token_count, **rest)"
-            " -> (self, args, meta_info, *, count, **rest)",
+            "slime/utils/types.py: Sample._apply_meta_info: parameters (self, args, meta_info, *, new_token_count, "
+            "**rest) -> (self, args, meta_info, *, count, **rest)",
         ),
         (
             {"types": ("def _apply_meta_info", "def apply")},
@@ -176,33 +176,39 @@ def test_a_slime_that_lacks_what_we_touch_is_told_apart_from_one_that_changed_el
 
 
 def names_in(source: str) -> set[str]:
-    """Modules of slime, and symbols as module:name, that a source file names: in imports, in strings that are nothing but a
-    dotted name of slime's, and as `module.X` inside a function that is given a module of slime's in PATCHES."""
+    """Modules of slime, and symbols as module:name, that a source file names: in imports, in strings that are nothing
+    but a dotted name of slime's, and as `module.X` inside a function that is given one of slime's modules, by
+    `on_import` or in PATCHES."""
     parsed = ast.parse(source)
     found: set[str] = set()
     functions = {n.name: n for n in ast.walk(parsed) if isinstance(n, ast.FunctionDef)}
     for node in ast.walk(parsed):
-        if isinstance(node, ast.ImportFrom) and re.match(r"slime(\.|$)", node.module or ""):
+        if isinstance(node, ast.ImportFrom) and is_slime(node.module):
             found |= {f"{node.module}:{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if re.match(r"slime(\.|$)", alias.name)}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(r"slime(\.\w+)+", node.value):
-                found.add(node.value)
-        if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.elts[1], ast.Name):
-            module, patch = node.elts[0], functions.get(node.elts[1].id)
-            if patch is not None and isinstance(module, ast.Constant):
-                given = patch.args.args[0].arg
-                found |= {
-                    f"{module.value}:{n.attr}"
-                    for n in ast.walk(patch)
-                    if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == given
-                }
+            found |= {alias.name for alias in node.names if is_slime(alias.name)}
+        elif isinstance(node, ast.Constant) and is_slime(node.value) and node.value != "slime":
+            found.add(node.value)
+        given = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+        if len(given) == 2 and isinstance(given[0], ast.Constant) and isinstance(given[1], ast.Name):
+            module, patch = given[0].value, functions.get(given[1].id)
+            if is_slime(module) and patch is not None:
+                found |= {f"{module}:{name}" for name in attributes_of(patch, patch.args.args[0].arg)}
     return found
 
 
+def is_slime(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"slime(\.\w+)*", name) is not None
+
+
+def attributes_of(function: ast.FunctionDef, name: str) -> set[str]:
+    nodes = [n for n in ast.walk(function) if isinstance(n, ast.Attribute)]
+    return {n.attr for n in nodes if isinstance(n.value, ast.Name) and n.value.id == name}
+
+
 def unlisted(names: set[str]) -> list[str]:
-    listed = touched.symbols()
+    bound = touched.bound_names()
+    listed = {module: [*names, *bound.get(module, ())] for module, names in touched.symbols().items()}
     lost = []
     for name in sorted(names):
         module, _, symbol = name.partition(":")
@@ -258,6 +264,15 @@ def test_the_checkout_keeps_the_contract(slime_src, contract):
     made = make_contract(slime_src, symbols_of(contract))
     assert touched.missing(made) == []
     assert differences(contract, made) == []
+
+
+@pytest.mark.slime
+def test_the_checkout_imports_the_names_that_we_replace(slime_src):
+    for module, names in touched.bound_names().items():
+        text = slime_src.joinpath(*module.split(".")).with_suffix(".py").read_text()
+        imports = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)]
+        bound = {alias.asname or alias.name for node in imports for alias in node.names}
+        assert set(names) <= bound, module
 
 
 @pytest.mark.slime

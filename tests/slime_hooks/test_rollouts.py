@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -240,6 +242,12 @@ def test_contradictions_are_one_line(tmp_path, flags, slime, expected):
     with pytest.raises(PolicyError, match=expected) as refused:
         parse(tmp_path, *flags, **slime)
     assert "\n" not in str(refused.value)
+
+
+def test_a_worker_that_is_not_prepared_yet_imports_neither_slime_nor_torch():
+    code = "import sys; from slime_backend.slime_hooks import patches; print({'torch', 'slime'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 def test_a_negative_bound_is_refused(capsys):
