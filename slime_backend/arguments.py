@@ -54,6 +54,20 @@ def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         action="store_true",
         help="keep every published version in the run directory, for reef-slime audit (a whole checkpoint each time)",
     )
+    group.add_argument(
+        "--reef-load-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long a publication waits for the engines to take the weights (default: %(default)s)",
+    )
+    group.add_argument(
+        "--allow-kv-holder",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="let engines keep KV in a place that isn't verified; see docs/kv-holders.md",
+    )
     return parser
 
 

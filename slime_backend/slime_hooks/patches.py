@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from slime_backend.post_import import ModuleFunction, on_import
-from slime_backend.slime_hooks import rollouts, saved_weights
+from slime_backend.slime_hooks import engine, rollouts, saved_weights, servers, train_group, updaters
 
 # (slime module, function that changes it), in order.
-PATCHES: tuple[tuple[str, ModuleFunction], ...] = (*rollouts.PATCHES, *saved_weights.PATCHES)
+PATCHES: tuple[tuple[str, ModuleFunction], ...] = (
+    *engine.PATCHES,
+    *servers.PATCHES,
+    *updaters.PATCHES,
+    *train_group.PATCHES,
+    *rollouts.PATCHES,
+    *saved_weights.PATCHES,
+)
 
 
 def install() -> None:
