@@ -34,6 +34,8 @@ ACCELERATOR_METHODS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("autocast", ("*args", "**kwargs")),
 )
 
+CONNECT = ("rollout_engines", "rollout_engine_lock", "engine_gpu_counts")
+
 TOUCHED: Mapping[str, tuple[Touch, ...]] = {
     # Entry points and versions: entry.py, compat.py
     "slime.utils.arguments": (Touch("parse_args", ("add_custom_arguments",)),),
@@ -46,6 +48,14 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
         Touch("ServerArgs", bound=True),
         Touch("dataclasses", bound=True),
         Touch("get_server_info", bound=True),
+        # engine.py
+        Touch("SGLangEngine._init_normal", ("server_args_dict",)),
+        Touch("SGLangEngine._register_to_router", ("server_args_dict",)),
+        Touch("SGLangEngine.pause_generation", ("self",)),
+        Touch("SGLangEngine.pull_weights", ("target_version",)),
+        Touch("SGLangEngine.shutdown", ("self",)),
+        Touch("kill_process_tree", bound=True),
+        Touch("requests", bound=True),
     ),
     "slime.backends.megatron_utils.initialize": (Touch("init", ("args",)), Touch("np", bound=True)),
     # The CPU mode: cpu/
@@ -54,6 +64,44 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
     ),
     "slime.utils.accelerator.base": (*(Touch(f"Accelerator.{name}", params) for name, params in ACCELERATOR_METHODS),),
     "slime.backends.megatron_utils.sglang": (),
+    # Publications: servers.py, train_group.py, updaters.py
+    "slime.ray.rollout": (
+        Touch("ServerGroup.start_engines", ("port_cursors",)),
+        Touch("start_rollout_servers", ("args", "pg")),
+        Touch("RolloutServer", fields=("update_weights",)),
+        Touch("RolloutServer.all_engines", ("self",)),
+        Touch("RolloutManager.get_updatable_engines_and_lock", ("self",)),
+        Touch("RolloutManager.onload_weights", ("self",)),
+    ),
+    "slime.ray.actor_group": (
+        Touch("RayTrainGroup._reload_rollout_weights_from_disk", ("disk_weight_dir", "weight_version")),
+        Touch("ray", bound=True),
+    ),
+    "slime.backends.megatron_utils.update_weight.update_weight_from_distributed": (
+        Touch("UpdateWeightFromDistributed.connect_rollout_engines", CONNECT),
+        Touch("UpdateWeightFromDistributed.update_weights", ("self",)),
+        Touch(
+            "update_weights_from_distributed",  # whose place ours takes
+            (
+                *("group_name", "group", "weight_version", "rollout_engines", "converted_named_tensors"),
+                "load_format",
+            ),
+        ),
+        Touch(
+            "connect_rollout_engines_from_distributed", ("args", "group_name", "rollout_engines", "engine_gpu_counts")
+        ),
+        Touch("init_process_group", bound=True),
+    ),
+    "slime.backends.megatron_utils.update_weight.update_weight_from_tensor": (
+        Touch("UpdateWeightFromTensor.connect_rollout_engines", CONNECT),
+        Touch("UpdateWeightFromTensor.update_weights", ("self",)),
+    ),
+    "slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta": (
+        Touch("UpdateWeightFromDiskDelta.connect_rollout_engines", CONNECT[:2]),
+        Touch("UpdateWeightFromDiskDelta.update_weights", ("self",)),
+        Touch("UpdateWeightFromDiskDelta._reload_engines", ("self",)),
+    ),
+    "slime.utils.distributed_utils": (Touch("get_gloo_group", ()),),
     # Rollouts: rollouts.py, generate_calls.py, rollout_ledger.py, stale_samples.py
     "slime.utils.types": (
         Touch("Sample._apply_meta_info", ("args", "meta_info", "new_token_count", "update_terminal_info")),

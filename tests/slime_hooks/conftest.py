@@ -1,17 +1,3 @@
-from __future__ import annotations
-
-import os
-from pathlib import Path
-
-import pytest
+"""Fixtures of the tests of slime's hooks."""
 
 from .fake_slime import fake_slime  # noqa: F401
-
-
-@pytest.fixture(scope="session")
-def slime_src() -> Path:
-    """The slime checkout that SLIME_SRC names."""
-    named = os.environ.get("SLIME_SRC")
-    if not named:
-        pytest.skip("SLIME_SRC names no slime checkout")
-    return Path(named)
