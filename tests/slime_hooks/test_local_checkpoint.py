@@ -130,7 +130,7 @@ def test_a_whole_version_replaces_what_is_there(published):
 def test_a_wrong_checksum_is_refused_and_the_next_pull_starts_over(published):
     delta(published / "source", 1, V0, V1)
     wrong = delta(published / "source", 2, {**V1, "a": bytes([9] * 64)}, V2)  # made on other weights
-    with pytest.raises(CheckpointError, match="a in .* has a wrong checksum"):
+    with pytest.raises(CheckpointError, match=r"a in .* has a wrong checksum"):
         bring(published, 2)
     for file in wrong.iterdir():
         file.unlink()

@@ -150,9 +150,11 @@ def test_an_override_that_turned_the_radix_cache_on_is_found_on_the_live_engine(
 
 
 def test_an_engine_without_the_plugin_is_refused(tmp_path):
-    with engines_and_publisher(tmp_path, count=1, hooks=()) as (publisher, engines, _):
-        with pytest.raises(PublicationFailed, match="REEF_SLIME_HOOKS"):
-            publish(publisher, engines, "1")
+    with (
+        engines_and_publisher(tmp_path, count=1, hooks=()) as (publisher, engines, _),
+        pytest.raises(PublicationFailed, match="REEF_SLIME_HOOKS"),
+    ):
+        publish(publisher, engines, "1")
 
 
 def test_a_rejection_by_every_engine_is_its_own_error(tmp_path):

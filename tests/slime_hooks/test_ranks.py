@@ -84,7 +84,7 @@ def publish_by_ranks(publisher, engines, version, refuses=(), size=3):
 
 
 def test_all_ranks_send_while_every_engine_is_paused_and_flushed(tmp_path):
-    with engines_and_publisher(tmp_path) as (publisher, engines, router):
+    with engines_and_publisher(tmp_path) as (publisher, engines, _):
         outcomes, rounds = publish_by_ranks(publisher, engines, "1")
         assert [o["reef/publication/confirmed"] for o in outcomes] == [2, 2, 2]
         assert [len(names) for names in rounds] == [2]
@@ -114,7 +114,7 @@ def test_the_others_are_sent_to_again_when_one_engine_rejects_the_update(tmp_pat
 
 def test_every_rank_raises_the_same_when_all_engines_reject_it(tmp_path):
     with engines_and_publisher(tmp_path) as (publisher, engines, _):
-        outcomes, rounds = publish_by_ranks(publisher, engines, "1", refuses=engines)
+        outcomes, _ = publish_by_ranks(publisher, engines, "1", refuses=engines)
         assert {type(o) for o in outcomes} == {EngineRejectedUpdate}
         assert len({str(o) for o in outcomes}) == 1
         assert "HTTP 400: no" in str(outcomes[0])
@@ -125,7 +125,7 @@ def test_every_rank_raises_the_same_when_all_engines_reject_it(tmp_path):
 def test_an_engine_that_fails_its_flush_is_not_sent_to(tmp_path):
     with engines_and_publisher(tmp_path) as (publisher, engines, router):
         engines[0].fake.ranks[0].refuse_flush = True
-        outcomes, rounds = publish_by_ranks(publisher, engines, "1")
+        _, rounds = publish_by_ranks(publisher, engines, "1")
         assert rounds == [[engines[1].url.partition("://")[2]]]
         assert router.workers == [engines[1].url]
         assert engines[0].fake.loaded == "default"
@@ -166,7 +166,7 @@ def test_a_trainer_that_never_sends_leaves_no_engine_paused(tmp_path):
     with engines_and_publisher(tmp_path, count=1) as (publisher, engines, _):
         publisher.enroll(engines)
         transport = CollectiveTransport(publisher.loop, deadline_s=0.3)
-        with pytest.raises(EngineRejectedUpdate, match="the trainer didn't finish sending within 0.3 s"):
+        with pytest.raises(EngineRejectedUpdate, match="the trainer didn't finish sending"):
             publisher.finish(publisher.start(transport, "1"))
         assert not engines[0].fake.paused
         assert not engines[0].fake.session_open

@@ -1,4 +1,4 @@
-"""Ports across models, and which engines are routed at once. slime's ServerGroup is a stub that allocates as slime does:
+"""Ports across models, and which engines are routed at once. slime's ServerGroup is a stub that allocates as slime's:
 from the highest cursor it is given, else from 15000."""
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_a_dead_engine_is_named(two_engines):
 
 
 def test_a_broadcast_that_never_ends_though_all_answered_fails_everybody(two_engines):
-    loop, fakes, clients, group = two_engines
+    loop, _, clients, group = two_engines
     group.joined = False
     sending = Sending(loop, clients, 0.3)
     assert not sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
