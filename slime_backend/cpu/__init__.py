@@ -12,6 +12,8 @@ change asserts the source that it was written for (`source.py`).
     accelerator.py  slime's accelerator registry
     megatron.py     Megatron-core: names of torch.cuda that it calls, tensor types that it compares
     torch_cuda.py   what those names of torch.cuda do on a CPU
+    precision.py    float32 unless the job asks for less
+    loopback.py     every address of the job
     layer_spec.py   attention over packed sequences, without Transformer Engine
     tensor_ipc.py   tensors between the trainer's and the engine's processes (colocated layout)
     tiny.py         a tiny checkpoint, its tokenizer, prompts, and the Megatron-core flags that describe it
@@ -31,9 +33,11 @@ def requested() -> bool:
 
 def install() -> None:
     """Prepare this process; nothing of slime, Megatron-core or torch is imported yet. May be called again."""
-    from slime_backend.cpu import accelerator, environment, megatron, tensor_ipc
+    from slime_backend.cpu import accelerator, environment, loopback, megatron, precision, tensor_ipc
 
     environment.apply()
     accelerator.install()
     megatron.install()
+    precision.install()
+    loopback.install()
     tensor_ipc.install()

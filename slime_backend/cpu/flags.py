@@ -17,6 +17,8 @@ CPU_FLAGS: tuple[tuple[str, ...], ...] = (
     ("--sglang-mem-fraction-static", "0.2"),  # of all memory; trainer and engines share it
     ("--sglang-max-total-tokens", "65536"),
     ("--sglang-sleep-on-idle",),  # an idle scheduler would spin on a core that the trainer needs
+    ("--sglang-dtype", "float32"),  # as the trainer's, see precision.py
+    ("--router-prometheus-host", "127.0.0.1"),
     # Megatron-core: no Transformer Engine, no fused CUDA kernels.
     ("--transformer-impl", "local"),
     ("--spec", "slime_backend.cpu.layer_spec", "get_spec"),
@@ -38,4 +40,6 @@ CPU_FLAGS: tuple[tuple[str, ...], ...] = (
 def missing(argv: Sequence[str]) -> list[str]:
     """The flags of CPU_FLAGS, with their values, that `argv` doesn't give itself."""
     given = {argument.partition("=")[0] for argument in argv}
+    if {"--bf16", "--fp16"} & given:
+        given.add("--sglang-dtype")  # the job has chosen a precision
     return [word for flag in CPU_FLAGS if flag[0] not in given for word in flag]

@@ -208,17 +208,17 @@ _CHANGES: Mapping[str, Callable[[Bytes, Bytes], None]] = {"xor": _xor, "overwrit
 def _xxh3(data: Bytes) -> str:
     import xxhash
 
-    return str(xxhash.xxh3_128_hexdigest(data))
+    return str(xxhash.xxh3_128_hexdigest(data.data))
 
 
 def _blake3(data: Bytes) -> str:
     import blake3
 
-    return str(blake3.blake3(data).hexdigest())
+    return str(blake3.blake3(data.data).hexdigest())
 
 
 def _adler32(data: Bytes) -> str:
-    return f"{zlib.adler32(data):08x}"
+    return f"{zlib.adler32(data.data):08x}"
 
 
 _DIGESTS: Mapping[str, Callable[[Bytes], str]] = {"xxh3-128": _xxh3, "blake3": _blake3, "adler32": _adler32}

@@ -37,9 +37,16 @@ THREADS = 32  # for the blocking calls that route and discard
 class Engine(Protocol):
     """One engine as slime knows it."""
 
-    key: str  # another one for each process that slime starts, also at the same address
-    url: str
-    router: str | None  # base URL of the router that it belongs to
+    @property
+    def key(self) -> str:
+        """Another one for each process that slime starts, also at the same address."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def router(self) -> str | None:
+        """Base URL of the router that it belongs to."""
 
     def route(self) -> None:
         """Have it registered with the router, and return once it is listed there."""
@@ -97,13 +104,6 @@ class SlimePublisher:
     def members(self) -> list[Member]:
         """The engines that the next publication goes to."""
         return self.fleet.updatable()
-
-    def client(self, key: str) -> EngineClient | None:
-        """The client of the engine with this key, where it was admitted."""
-        for name, engine in self._engines.items():
-            if engine.key == key:
-                return self.fleet.members[name].client
-        return None
 
     def _must_be_admitted(self, engine: Engine) -> bool:
         member = self.fleet.members.get(name_of(engine.url))

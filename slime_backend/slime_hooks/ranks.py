@@ -29,7 +29,8 @@ Figures = dict[str, float]
 class Ranks(Protocol):
     """The trainer's processes."""
 
-    rank: int
+    @property
+    def rank(self) -> int: ...
 
     def share(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank."""

@@ -8,11 +8,11 @@ import os
 from typing import Any
 
 from slime_backend import cpu
-from slime_backend.cpu import environment
-from slime_backend.slime_hooks import checkout, worker_setup
+from slime_backend.cpu import environment, loopback
+from slime_backend.slime_hooks import checkout, patches, worker_setup
 
 # Read by every worker; a cluster's workers don't inherit the driver's environment.
-PASSED_ON = (checkout.VARIABLE, cpu.VARIABLE)
+PASSED_ON = (checkout.VARIABLE, cpu.VARIABLE, patches.VARIABLE, loopback.PORT_VARIABLE)
 # CPU mode: enough for the batches of a tiny model; the default is a third of all memory.
 OBJECT_STORE_BYTES = 256 * 2**20
 # CPU mode: the rollout manager, slime's lock and its helpers beside one logical core per trainer and engine.

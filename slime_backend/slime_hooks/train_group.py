@@ -1,4 +1,4 @@
-"""Full weights by disk: the trainer's ranks write them, and slime's driver has the engines load them (RayTrainGroup)."""
+"""Full weights by disk: the trainer's ranks write them, then slime's driver (RayTrainGroup) makes the engines load."""
 
 from __future__ import annotations
 

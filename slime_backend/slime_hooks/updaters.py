@@ -81,7 +81,7 @@ class _Call:
 
 
 class StandIn:
-    """One engine, as slime's updaters see it while the transaction loads. `sending` None: it isn't part of this round."""
+    """One engine, as slime's updaters see it while the transaction loads. `sending` is None where it isn't loaded."""
 
     def __init__(self, actor: Any, name: str, sending: Sending | None, link: Link) -> None:
         self.actor, self.name, self.sending, self.link = actor, name, sending, link

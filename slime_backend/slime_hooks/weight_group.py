@@ -3,9 +3,9 @@ together.
 
 slime looks at what an engine answered only after the broadcast, and the broadcast ends only when every engine has
 joined it. An engine that refuses the request, or is dead, leaves the trainer and the other engines waiting for ever.
-Here a refusal or the deadline ends the broadcast, and its group is broken up on both sides, which frees the engines that
-wait inside it. What was wrong is noted, not raised: the other ranks are in the middle of the same collectives, so the
-rest of the weights is gathered as usual and sent to nobody.
+Here a refusal or the deadline ends the broadcast, and its group is broken up on both sides, which frees the engines
+that wait inside it. What was wrong is noted, not raised: the other ranks are in the middle of the same collectives, so
+the rest of the weights is gathered as usual and sent to nobody.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Sending:
             for name in engines
         }
         # The tensors outlive the sends: the caller holds them.
-        works = [dist.broadcast(t.data, 0, group=group, async_op=True) for _, t in tensors]
+        works: list[Any] = [dist.broadcast(t.data, 0, group=group, async_op=True) for _, t in tensors]
         refused = self._watch(answers, works)
         if refused is None:
             for work in works:
@@ -100,7 +100,7 @@ class Sending:
         return self.loop.submit(call)
 
     def _watch(self, answers: Mapping[str, Future[None]], works: Sequence[Any]) -> dict[str, str] | None:
-        """None once every engine has it. Else the engines that said no while the others waited; empty at the deadline."""
+        """None once every engine has it. Else those that said no while the others waited; empty at the deadline."""
         while True:
             refused = {name: why for name, answer in answers.items() if answer.done() and (why := _why(answer))}
             if refused:
@@ -118,10 +118,9 @@ class Sending:
         side of the group is closed by asking it to.
         """
         self.failed |= refused
-        for name in refused:
-            self._ask(_quietly(self.clients[name].leave_weight_group(group_name)))
+        leaving = [self._ask(_quietly(self.clients[name].leave_weight_group(group_name))) for name in refused]
         waiting = {name: answer for name, answer in answers.items() if name not in refused}
-        _all_done(list(waiting.values()), FREED_S)
+        _all_done([*leaving, *waiting.values()], FREED_S)
         # Whatever an engine answers now, it can be sent to again.
         self.failed |= {
             name: "it doesn't answer: it waits in the broadcast that was given up, or hangs"
