@@ -143,7 +143,7 @@ def connected(tmp_path, monkeypatch):
 
     updater_class = type("Updater", (StubUpdater,), {n: vars(StubUpdater)[n] for n in _WRAPPED})
     _put_behind_transaction(updater_class, "tensor")
-    with engines_and_publisher(tmp_path / "unused") as (unused, engines, router):
+    with engines_and_publisher(tmp_path / "unused") as (_, engines, router):
         args = SimpleNamespace(
             reef_policy=decide("colocated", "off"),
             reef_run_dir=str(tmp_path / "reef"),
@@ -166,7 +166,7 @@ _WRAPPED = ("connect_rollout_engines", "update_weights")
 
 
 def test_an_engine_beside_the_colocated_ones_is_paused_flushed_and_resumed(connected):
-    updater, actors, fakes, router, _ = connected
+    updater, _, fakes, router, _ = connected
     updater.update_weights()
     for fake in fakes:
         assert (fake.loaded, fake.label, fake.paused) == ("1", "1", False)
