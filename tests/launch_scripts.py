@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 from pathlib import Path
+
+from slime_backend.arguments import add_reef_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOPS = {
@@ -30,6 +33,18 @@ def printed(name: str, **variables: str) -> list[str]:
     done = run(name, PRINT_ARGS="1", **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def our_flags() -> set[str]:
+    """Those that slime doesn't know."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_reef_arguments(parser)
+    return set(parser._option_string_actions)
+
+
+def slime_flags() -> set[str]:
+    """Every flag that slime's parsers know; made anew from what tests/slime/parse_flags.py prints."""
+    return set((ROOT / "tests" / "contracts" / "slime-0.3.1-flags.txt").read_text().split())
 
 
 def value(words: list[str], flag: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .launch_scripts import LOOPS, ROOT, printed, run, script, value
+from .launch_scripts import LOOPS, ROOT, our_flags, printed, run, script, slime_flags, value
 
 CONTRACTS = ROOT / "tests" / "contracts"
 CONFIGS = sorted((ROOT / "configs" / "slime").glob("*.yaml"))
@@ -22,7 +22,7 @@ names = pytest.mark.parametrize("name", LOOPS)
 
 
 def unknown(words):
-    known = (CONTRACTS / "slime-0.3.1-flags.txt").read_text().split()
+    known = slime_flags() | our_flags()
     return [w for w in words if w.startswith("--") and w.partition("=")[0] not in known]
 
 

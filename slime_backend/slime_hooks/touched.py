@@ -64,6 +64,7 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
     ),
     "slime.utils.accelerator.base": (*(Touch(f"Accelerator.{name}", params) for name, params in ACCELERATOR_METHODS),),
     "slime.backends.megatron_utils.sglang": (),
+    "slime.backends.megatron_utils.arguments": (Touch("_set_default_megatron_args", ("args",)),),
     # Publications: servers.py, train_group.py, updaters.py
     "slime.ray.rollout": (
         Touch("ServerGroup.start_engines", ("port_cursors",)),
@@ -126,7 +127,11 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
         Touch("RolloutFnTrainOutput", fields=("samples",)),
     ),
     "slime.rollout.sample_hooks": (Touch("apply_rollout_sample_hooks", ("args", "value")),),
-    "slime.utils.misc": (Touch("load_function", ("path",)),),
+    "slime.utils.misc": (
+        Touch("load_function", ("path",)),
+        Touch("get_current_node_ip", ()),
+        Touch("get_free_port", ("start_port", "consecutive")),
+    ),
     "slime.observability.rollout_metrics": (
         Touch("log_rollout_data", ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")),
     ),

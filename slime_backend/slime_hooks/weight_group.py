@@ -18,9 +18,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.event_loop import LoopThread
 
@@ -29,7 +26,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.001
 FREED_S = 15.0  # for the engines inside a broken broadcast to notice and answer
 
-NamedTensor = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, Any]  # a torch tensor; every Ray worker imports this file, few need torch
 
 
 @dataclass(slots=True)
@@ -87,6 +84,8 @@ class Sending:
             for name in engines
         }
         # The tensors outlive the sends: the caller holds them.
+        import torch.distributed as dist
+
         works: list[Any] = [dist.broadcast(t.data, 0, group=group, async_op=True) for _, t in tensors]
         refused = self._watch(answers, works)
         if refused is None:
@@ -137,6 +136,8 @@ def _all_done(answers: Sequence[Future[None]], wait_s: float) -> bool:
 
 def give_up(group: Any) -> None:
     """Break up our side of a group that engines may still wait in."""
+    import torch.distributed as dist
+
     try:
         dist.destroy_process_group(group)
     except Exception as error:  # a group that is broken already; nothing depends on it any more

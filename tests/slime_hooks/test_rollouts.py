@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,3 +255,14 @@ def test_a_negative_bound_is_refused(capsys):
     with pytest.raises(SystemExit):
         add_reef_arguments(argparse.ArgumentParser()).parse_args(["--max-version-lag", "-1"])
     assert "-1 is negative" in capsys.readouterr().err
+
+
+def test_the_documented_metrics_are_those_that_are_logged(tmp_path, fake_slime):
+    args = parse(tmp_path)
+    groups = [[sample("1"), sample("1", index=1)]]
+    generate(args, 0, groups)
+    rollouts.log_rollouts(0, args, groups[0], {}, 1.0)
+    page = (Path(__file__).resolve().parents[2] / "docs" / "slime.md").read_text()
+    table = page.partition("## Metrics")[2].partition("## Sliding")[0]
+    documented = set(re.findall(r"`(reef/\w+)`", table.partition("With `correct`")[0]))
+    assert documented == {name for name in fake_slime[0] if name.startswith("reef/")}

@@ -40,7 +40,7 @@ def two_engines(monkeypatch):
         group.sent += 1
         return StubWork(group)
 
-    monkeypatch.setattr(weight_group.dist, "broadcast", broadcast)
+    monkeypatch.setattr("torch.distributed.broadcast", broadcast)
     monkeypatch.setattr(weight_group, "FREED_S", 1.0)
     loop = LoopThread()
     fakes = [FakeEngine(), FakeEngine()]
