@@ -6,6 +6,7 @@ What slime does without us is the control beside it: the same job with REEF_SLIM
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,38 @@ def test_fault_tolerance_replaces_an_engine_and_routes_it_with_its_weights(slime
     for rollout_id in range(4):
         assert run.versions(rollout_id) == [[str(rollout_id + 1)]] * 8
     assert max(run.logprob_diffs) < SAME_WEIGHTS
+
+
+def test_an_external_engine(slime_run, tiny_flags, tmp_path):
+    from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
+
+    model = tiny_flags[tiny_flags.index("--hf-checkpoint") + 1]
+    settings = EngineSettings(model=model, hooks=RUN_HOOKS, skip_tokenizer=False, radix_cache=False)
+    engine = LocalEngine(settings, log_path=tmp_path / "engine.log")
+    with running_engines([engine]):
+        run = slime_run(*RUN_DIR, "--rollout-external-engine-addrs", engine.url.partition("://")[2])
+    assert_published(run, ["1", "2", "3"], transport="distributed")
+    assert versions_of(run, 2) == [[["1"]] * 8, [["2"]] * 8]
+
+
+TWO_MODELS = """
+sglang:
+  - name: actor
+    update_weights: true
+    server_groups: [{worker_type: regular, num_gpus: 1}]
+  - name: frozen
+    update_weights: false
+    server_groups: [{worker_type: regular, num_gpus: 1}]
+"""
+
+
+def engine_ports(run):
+    return [int(port) for port in re.findall(r"Ports for engine \d+: .*?'port': (\d+)", run.log)]
+
+
+def test_two_models_have_ports_of_their_own_and_the_frozen_one_is_left_alone(slime_run, tmp_path):
+    config = tmp_path / "two.yaml"
+    config.write_text(TWO_MODELS)
+    run = slime_run(*RUN_DIR, "--sglang-config", str(config), *TWO_ENGINES)
+    assert_published(run, ["1", "2", "3"], engines=1)
+    assert len(set(engine_ports(run))) == 2
