@@ -79,7 +79,7 @@ def gloo_engines(monkeypatch):
         return group.broadcast([tensor], options)
 
     monkeypatch.setattr(weight_group.dist, "broadcast", broadcast)
-    monkeypatch.setattr(weight_group.dist, "destroy_process_group", lambda group: None)
+    monkeypatch.setattr(weight_group.dist.distributed_c10d, "_abort_process_group", lambda group: None)
     clients = {
         f"e{i}": EngineClient(e.url, name=f"e{i}", deadlines=Deadlines(load=300.0)) for i, e in enumerate(engines)
     }
