@@ -34,8 +34,8 @@ USES: dict[str, tuple[str, ...]] = {
     "megatron.training.utils.common_utils": ("torch.cuda.get_device_properties(",),
 }
 
-# Optional packages of CUDA kernels, which Megatron-core then does without. flash_mla's library raises OSError where there
-# is no driver, and only ImportError is tolerated; flashinfer costs each process 2.6 s of import and 170 MiB.
+# Optional packages of CUDA kernels, which Megatron-core then does without. flash_mla's library raises OSError without
+# a driver, where only ImportError is tolerated; flashinfer costs each process 2.6 s of import and 170 MiB.
 HIDDEN = ("flash_mla", "flashinfer")
 
 
