@@ -12,6 +12,7 @@ LOOP=${LOOP:-train}
 DIR=${DIR:-runs/slime_cpu}
 
 mkdir -p "$DIR"
+DIR=$(realpath "$DIR")
 # The checkpoint, its tokenizer and prompts, and the flags that describe the model.
 model=$("$PYTHON" -m slime_backend.cpu.tiny "$DIR")
 mapfile -t MODEL_ARGS <<< "$model"

@@ -23,6 +23,7 @@ def make(directory: Path) -> list[str]:
     """
     from slime_backend.local_trainer.models import make_tiny_model
 
+    directory = directory.resolve()  # Ray's workers may run elsewhere
     model = make_tiny_model(directory / "model")
     prompts = directory / "prompts.jsonl"
     if not prompts.exists():
