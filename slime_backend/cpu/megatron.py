@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import typing
-from types import ModuleType
+from typing import Any
 
 from slime_backend.cpu import source, torch_cuda
 from slime_backend.post_import import on_import
@@ -56,11 +56,11 @@ def install() -> None:
             sys.modules[package] = None  # type: ignore[assignment]
 
 
-def _prepare(module: ModuleType) -> None:
+def _prepare(module: Any) -> None:
     torch_cuda.install()
 
 
-def _use_cpu_generator(module: ModuleType) -> None:
+def _use_cpu_generator(module: Any) -> None:
     """Its setter would queue each state for a CUDA that never starts, and set nothing."""
     import torch
 
