@@ -33,6 +33,7 @@ def make(directory: Path) -> list[str]:
     return [
         *("--hf-checkpoint", str(model)),
         *("--load", str(model)),
+        *("--ref-load", str(model)),  # read where the job has a KL term
         *("--prompt-data", str(prompts)),
         *("--input-key", "prompt"),
         *("--label-key", "label"),
