@@ -321,10 +321,12 @@ def _bounded_group(module: Any) -> None:
 
     @functools.wraps(connect)
     def connect_rollout_engines_from_distributed(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        from torch.distributed.distributed_c10d import _set_pg_timeout
+        import torch.distributed as dist
 
         group = connect(args, *rest, **kwargs)
-        _set_pg_timeout(timedelta(seconds=args.reef_load_timeout + FREED_S), group)
+        # Under its older name before torch 2.14.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=args.reef_load_timeout + FREED_S), group)
         return group
 
     module.init_process_group = init_process_group

@@ -135,11 +135,12 @@ def _all_done(answers: Sequence[Future[None]], wait_s: float) -> bool:
 
 
 def give_up(group: Any) -> None:
-    """Break up our side of a group that engines may still wait in."""
+    """Break up our side of a group that engines may still wait in, without waiting for what is under way in it."""
     import torch.distributed as dist
 
+    c10d: Any = dist.distributed_c10d
     try:
-        dist.destroy_process_group(group)
+        getattr(c10d, "_abort_process_group", dist.destroy_process_group)(group)  # torch has it from 2.6 on
     except Exception as error:  # a group that is broken already; nothing depends on it any more
         log.warning("a weight-update group could not be destroyed: %s", error)
 
