@@ -14,7 +14,7 @@ import torch
 
 from slime_backend.policy import decide
 from slime_backend.provenance.jsonl import read_jsonl
-from slime_backend.slime_hooks import updaters, weight_group
+from slime_backend.slime_hooks import updaters
 from slime_backend.slime_hooks.errors import EngineRejectedUpdate
 from slime_backend.slime_hooks.updaters import _put_behind_transaction, broadcast, link_of
 
@@ -137,7 +137,7 @@ def connected(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, parent.__name__, parent)
     monkeypatch.setitem(sys.modules, slime_module.__name__, slime_module)
     done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
-    monkeypatch.setattr(weight_group.dist, "broadcast", lambda *args, **kwargs: done)
+    monkeypatch.setattr("torch.distributed.broadcast", lambda *args, **kwargs: done)
     monkeypatch.setattr(updaters, "give_up", groups.append)
     monkeypatch.setattr(updaters, "SlimeRanks", OneRank)
 

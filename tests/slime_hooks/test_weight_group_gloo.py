@@ -16,7 +16,6 @@ from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.event_loop import LoopThread
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.http_server import Reply
-from slime_backend.slime_hooks import weight_group
 from slime_backend.slime_hooks.weight_group import Sending, give_up
 
 SIZE = 4  # ranks: the trainer and three engines
@@ -78,8 +77,8 @@ def gloo_engines(monkeypatch):
         options.rootRank = source
         return group.broadcast([tensor], options)
 
-    monkeypatch.setattr(weight_group.dist, "broadcast", broadcast)
-    monkeypatch.setattr(weight_group.dist.distributed_c10d, "_abort_process_group", lambda group: None)
+    monkeypatch.setattr("torch.distributed.broadcast", broadcast)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._abort_process_group", lambda group: None)
     clients = {
         f"e{i}": EngineClient(e.url, name=f"e{i}", deadlines=Deadlines(load=300.0)) for i, e in enumerate(engines)
     }
