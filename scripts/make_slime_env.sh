@@ -9,7 +9,7 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 env=${1:?usage: make_slime_env.sh DIR [BASE]}
 base=${2:-}
 lock=$here/requirements/slime.lock
-megatron=megatron-core==0.19.2
+megatron='megatron-core==0.19.2'
 stamp=$env/.reef-slime-slime-lock
 want=$({ cat "$lock"; echo "$megatron"; } | sha256sum | cut -c1-16)
 

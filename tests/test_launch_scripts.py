@@ -144,5 +144,5 @@ def test_shellcheck_finds_nothing(path):
 
 
 def test_every_launch_script_is_tested():
-    assert {p.stem for p in (ROOT / "scripts").glob("slime_*.sh")} == {*LOOPS, "slime_common"}
+    assert {p.stem for p in (ROOT / "scripts").glob("slime_*.sh")} == {*LOOPS, "slime_common", "slime_cpu"}
     assert all(script(name).stat().st_mode & 0o100 for name in LOOPS)

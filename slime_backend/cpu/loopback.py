@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import random
-from types import ModuleType
+from typing import Any
 
 from slime_backend.cpu import source
 from slime_backend.post_import import on_import
@@ -25,7 +25,7 @@ def install() -> None:
     on_import("slime.utils.misc", _stay_local)
 
 
-def _stay_local(module: ModuleType) -> None:
+def _stay_local(module: Any) -> None:
     source.require_in(module, ["def get_current_node_ip():", "def get_free_port(start_port=10000, consecutive=1):"])
     get_free_port = module.get_free_port
 

@@ -7,7 +7,6 @@ its rounding (1e-3 in a log-prob) would hide what a wrong prefix or a missed ten
 from __future__ import annotations
 
 import functools
-from types import ModuleType
 from typing import Any
 
 from slime_backend.cpu import source
@@ -18,7 +17,7 @@ def install() -> None:
     on_import("slime.backends.megatron_utils.arguments", _keep_asked_precision)
 
 
-def _keep_asked_precision(module: ModuleType) -> None:
+def _keep_asked_precision(module: Any) -> None:
     source.require_in(module, ["args = _set_default_megatron_args(args)", "args.bf16 = not args.fp16"])
     set_defaults = module._set_default_megatron_args
 

@@ -18,8 +18,11 @@ from typing import Any
 WRITTEN_FOR = "megatron-core 0.19.2 and slime 0.3.1"
 
 
-class SourceMovedError(ImportError):
-    """A module no longer contains the text that a shim was written for."""
+class SourceMovedError(RuntimeError):
+    """A module no longer contains the text that a shim was written for.
+
+    Not an ImportError: Megatron-core and SGLang pass over those where they try optional packages.
+    """
 
 
 def require(module_name: str, file: str, source: str, texts: Sequence[str]) -> None:
@@ -29,9 +32,7 @@ def require(module_name: str, file: str, source: str, texts: Sequence[str]) -> N
             raise SourceMovedError(
                 f"{file}: {module_name} no longer contains {text!r}, so the CPU shim for it no longer fits "
                 f"(written for {WRITTEN_FOR}; found {_found(module_name)}); install those versions, or correct "
-                "slime_backend/cpu",
-                name=module_name,
-                path=file,
+                "slime_backend/cpu"
             )
 
 
@@ -49,7 +50,7 @@ def rewrite(module_name: str, replacements: dict[str, str]) -> None:
     if module_name in _rules:
         return
     if module_name in sys.modules:
-        raise SourceMovedError(f"{module_name} was imported before the CPU mode could prepare it", name=module_name)
+        raise SourceMovedError(f"{module_name} was imported before the CPU mode could prepare it")
     _rules[module_name] = replacements
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -5,7 +5,7 @@ Both changes are for modules of the trainer only: what the engine receives is an
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
 from slime_backend.cpu import source
 from slime_backend.post_import import on_import
@@ -16,13 +16,13 @@ def install() -> None:
     on_import("slime.backends.megatron_utils.sglang", _share_by_file)
 
 
-def _keep_reductions(module: ModuleType) -> None:
+def _keep_reductions(module: Any) -> None:
     """SGLang rewrites a field of a CUDA handle that a CPU tensor has not (0.5.23, utils/patch_torch.py:74,103)."""
     source.require_in(module, ["def monkey_patch_torch_reductions("])
     module.monkey_patch_torch_reductions = lambda: None
 
 
-def _share_by_file(module: ModuleType) -> None:
+def _share_by_file(module: Any) -> None:
     """File descriptors pass only between processes with one authentication key; trainer and engine are unrelated."""
     import torch.multiprocessing
 

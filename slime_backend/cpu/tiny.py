@@ -23,6 +23,7 @@ def make(directory: Path) -> list[str]:
     """
     from slime_backend.local_trainer.models import make_tiny_model
 
+    directory = directory.resolve()  # Ray's workers may run elsewhere
     model = make_tiny_model(directory / "model")
     prompts = directory / "prompts.jsonl"
     if not prompts.exists():
@@ -32,6 +33,7 @@ def make(directory: Path) -> list[str]:
     return [
         *("--hf-checkpoint", str(model)),
         *("--load", str(model)),
+        *("--ref-load", str(model)),  # read where the job has a KL term
         *("--prompt-data", str(prompts)),
         *("--input-key", "prompt"),
         *("--label-key", "label"),

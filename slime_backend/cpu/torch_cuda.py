@@ -37,8 +37,8 @@ class _Nothing:
     def __enter__(self) -> _Nothing:
         return self
 
-    def __exit__(self, *exception: Any) -> bool:
-        return False
+    def __exit__(self, *exception: Any) -> None:
+        return None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):  # copy and pickle ask for these

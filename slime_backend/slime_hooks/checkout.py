@@ -17,10 +17,16 @@ class SlimeNotFoundError(RuntimeError):
 
 
 def make_importable() -> None:
-    """Put the checkout that SLIME_SRC names in front of sys.path; without the variable nothing changes."""
-    root = os.environ.get(VARIABLE)
-    if root and root not in sys.path:
-        sys.path.insert(0, root)
+    """Put the checkout that SLIME_SRC names in front of sys.path; without the variable nothing changes.
+
+    A relative path becomes absolute: Ray's workers, which are passed the variable, may run elsewhere.
+    """
+    named = os.environ.get(VARIABLE)
+    if not named:
+        return
+    os.environ[VARIABLE] = absolute = os.path.abspath(os.path.expanduser(named))
+    if absolute not in sys.path:
+        sys.path.insert(0, absolute)
 
 
 def root() -> Path:

@@ -24,7 +24,7 @@ def install() -> None:
     on_import("slime.backends.megatron_utils.initialize", pass_numpy_assertion)
 
 
-def read_msgspec_fields(module: ModuleType) -> None:
+def read_msgspec_fields(module: Any) -> None:
     """Let `dataclasses.fields(ServerArgs)` in slime's engine actor read a msgspec.Struct (SGLang 0.5.23)."""
     if dataclasses.is_dataclass(module.ServerArgs):
         return
@@ -44,14 +44,14 @@ class _Numpy(ModuleType):
         return getattr(numpy, name)
 
 
-def pass_numpy_assertion(module: ModuleType) -> None:
+def pass_numpy_assertion(module: Any) -> None:
     """slime asserts numpy 1.x for Megatron-core of before 0.10; 0.19.2 works with numpy 2."""
     if module.np.__version__.startswith("1.") or "np.__version__" not in inspect.getsource(module.init):
         return
     module.np = _Numpy("numpy")
 
 
-def open_weight_sessions(module: ModuleType) -> None:
+def open_weight_sessions(module: Any) -> None:
     """SGLang 0.5.23 refuses weights outside begin_weight_update .. end_weight_update (weight_updater.py:192,234)."""
     engine: Any = module.SGLangEngine
 

@@ -7,18 +7,27 @@ from typing import Any
 
 from slime_backend import cpu
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
+from slime_backend.cpu.flags import GpuFlagError, cpu_flags
+from slime_backend.cpu.source import SourceMovedError
 from slime_backend.policy import PolicyError
 from slime_backend.slime_hooks import checkout, ray_start, worker_setup
 from slime_backend.slime_hooks.rollout_flags import set_rollout_functions
 
 WRONG_USE = 2
+USER_ERRORS = (
+    checkout.SlimeNotFoundError,
+    ray_start.RayStartedTooEarlyError,
+    PolicyError,
+    GpuFlagError,
+    SourceMovedError,
+)
 
 
 def run(script: str) -> None:
     """Run slime's `script` ("train" or "train_async") with the arguments of the command line.
 
-    Ends the process with one line on stderr and code 2 for what the user can put right: no slime, or settings that the
-    policy refuses.
+    Ends the process with one line on stderr and code 2 for what the user can put right: no slime, settings that
+    the policy refuses, a Megatron-core that the CPU mode was not written for.
     """
     try:
         if cpu.requested():
@@ -27,7 +36,7 @@ def run(script: str) -> None:
         loop = checkout.load_script(script)
         args = parse(asynchronous=script == "train_async")
         ray_start.start(args)
-    except (checkout.SlimeNotFoundError, ray_start.RayStartedTooEarlyError, PolicyError) as error:
+    except USER_ERRORS as error:
         print(f"reef-slime: {error}", file=sys.stderr)
         sys.exit(WRONG_USE)
     loop.train(args)
@@ -48,10 +57,7 @@ def parse(*, asynchronous: bool) -> Any:
 
 
 def add_cpu_flags() -> None:
-    """Append to sys.argv, which slime parses three times by itself, what a CPU needs."""
-    from slime_backend.cpu.flags import missing
-
-    added = missing(sys.argv[1:])
-    if added:
-        print(f"reef-slime: CPU mode adds {' '.join(added)}", flush=True)
-        sys.argv.extend(added)
+    """Append to sys.argv, which slime parses three times by itself, what a CPU needs. Raises GpuFlagError."""
+    added = cpu_flags(sys.argv[1:])
+    print(f"reef-slime: CPU mode adds {' '.join(added)}", flush=True)
+    sys.argv.extend(added)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -37,17 +38,27 @@ def test_a_ray_that_starts_sees_no_gpu_variable(monkeypatch: pytest.MonkeyPatch)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_flags_of_the_job_come_first():
-    added = flags.missing(["--sglang-device", "cpu", "--spec=my.spec", "--attention-dropout", "0.1"])
-    assert "--sglang-attention-backend" in added
-    assert not {"--sglang-device", "--spec", "--attention-dropout"} & set(added)
-    assert flags.missing([*added, "--sglang-device", "cpu", "--spec=my.spec", "--attention-dropout", "0.1"]) == []
+def test_what_a_cpu_needs_comes_last_and_wins():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sglang-attention-backend")
+    parser.add_argument("--spec", nargs="+")
+    parser.add_argument("--offload-train", action=argparse.BooleanOptionalAction)
+    job = ["--sglang-attention-backend", "fa3", "--spec", "my.spec", "get", "--offload-train"]
+    args, _ = parser.parse_known_args([*job, *flags.cpu_flags(job)])
+    assert args.sglang_attention_backend == "torch_native"
+    assert args.offload_train is False
+    assert args.spec == ["my.spec", "get"]  # the job's own layer stays
 
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
 def test_a_job_that_chose_a_precision_chooses_the_engines_too(precision: str):
-    assert "--sglang-dtype" in flags.missing([])
-    assert "--sglang-dtype" not in flags.missing([precision])
+    assert "--sglang-dtype" in flags.cpu_flags([])
+    assert "--sglang-dtype" not in flags.cpu_flags([precision])
+
+
+def test_a_flag_that_cannot_be_overruled_is_refused():
+    with pytest.raises(flags.GpuFlagError, match=r"^--offload can't work on a CPU"):
+        flags.cpu_flags(["--colocate", "--offload"])
 
 
 def test_tiny_model_and_its_flags_agree(tmp_path: Path):

@@ -30,6 +30,14 @@ def test_the_script_beside_the_package_is_loaded(fake_checkout: Path):
     assert checkout.load_script("train").train(7) == 7
 
 
+def test_a_relative_checkout_becomes_absolute(fake_checkout: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(fake_checkout.parent)
+    monkeypatch.setenv(checkout.VARIABLE, fake_checkout.name)
+    monkeypatch.setattr(sys, "path", ["elsewhere"])
+    checkout.make_importable()
+    assert sys.path[0] == os.environ[checkout.VARIABLE] == str(fake_checkout)
+
+
 def test_a_script_that_is_missing_or_has_no_loop_is_named(fake_checkout: Path):
     with pytest.raises(checkout.SlimeNotFoundError, match=r"train_async\.py defines no train"):
         checkout.load_script("train_async")
