@@ -1,12 +1,13 @@
 # The two commands of the README: make demo, make test.
 VENV ?= .venv
 VENV_COMPAT ?= .venv-compat
+VENV_SLIME ?= .venv-slime
 PYTHON ?= python3
 BIN := $(VENV)/bin
 CONFIG ?= configs/cpu_tiny.yaml
 ARGS ?=
 
-.PHONY: help env demo test test-soak test-compat lint types check clean
+.PHONY: help env demo test test-soak test-compat test-slime lint types check clean
 
 help:
 	@echo "make demo    train with two live engines on this CPU (CONFIG=configs/..., ARGS='--set steps=20')"
@@ -14,6 +15,7 @@ help:
 	@echo "make test-compat    run the engine tests that apply to SGLang 0.5.15.post1, in $(VENV_COMPAT) (11 GB more)"
 	@echo "make test-soak    the long tests: the real small model, 200 publications, 300 rounds of fan-out, 20,000 steps"
 	@echo "                  of faults, a million ledger records through a hundred kills"
+	@echo "make test-slime    the tests on the real slime; SLIME_SRC names its checkout (0.4 GB more, in $(VENV_SLIME))"
 	@echo "make check   lint, types and tests, as CI does"
 
 env:
@@ -37,6 +39,11 @@ test-compat:
 	@PYTHON=$(PYTHON) bash scripts/make_env.sh $(VENV_COMPAT) requirements/compat.lock
 	@$(VENV_COMPAT)/bin/python -m pytest tests/compat tests/test_publication_engine.py $(ARGS)
 
+# Layered over the environment of the other tests.
+test-slime: env
+	@bash scripts/make_slime_env.sh $(VENV_SLIME) $(VENV)
+	@$(VENV_SLIME)/bin/python -m pytest --timeout 1200 -m slime $(ARGS)
+
 lint: env
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -46,4 +53,4 @@ types: env
 check: lint types test
 
 clean:
-	rm -rf .venv .venv-compat .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf .venv .venv-compat .venv-slime .mypy_cache .ruff_cache .pytest_cache build *.egg-info

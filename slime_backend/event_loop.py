@@ -1,13 +1,16 @@
 """The event loop of a controller: uvloop where it is installed (SGLang brings it), asyncio's own elsewhere.
 
 A barrier over hundreds of engines is many short calls at once, and a call costs a third less on uvloop.
+`run` for a program of its own, `LoopThread` inside one that isn't asynchronous.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,10 +18,44 @@ T = TypeVar("T")
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """As asyncio.run."""
-    factory = None
-    if importlib.util.find_spec("uvloop") is not None:
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=_factory()) as runner:
         return runner.run(work)
+
+
+class LoopThread:
+    """An event loop in a thread, for synchronous code that publishes (a trainer's process).
+
+    loop = LoopThread()
+    future = loop.submit(client.pause("retract"))
+    ...
+    future.result()
+    loop.stop()
+    """
+
+    def __init__(self) -> None:
+        self._loop = (_factory() or asyncio.new_event_loop)()
+        # A daemon: a trainer that ends, for whatever reason, doesn't wait for it.
+        self._thread = threading.Thread(target=self._loop.run_forever, name="reef-slime-publisher", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run `work` on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Call `function(*args)` on the loop's thread, soon."""
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def stop(self) -> None:
+        """Stop the loop. What is still under way on it stays unfinished."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop  # type: ignore[no-any-return]

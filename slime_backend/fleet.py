@@ -10,7 +10,7 @@ that asks an engine, because what an engine was started with must be read back f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -58,6 +58,9 @@ class Fleet:
     members: dict[str, Member] = field(default_factory=dict)
     # Scheduler processes whose weights a failed publication may have changed: their label proves nothing.
     suspects: set[str] = field(default_factory=set)
+    # Where somebody else routes (slime's router): takes an engine out there. A publication awaits it before it resumes
+    # an engine with unknown weights. Must not raise.
+    withdraw: Callable[[Member], Awaitable[None]] | None = None
     # Two publications at once would interleave their pauses and loads.
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,6 +70,12 @@ class Fleet:
         if known is not None and known.status != "retired":
             raise FleetError(f"{member.name} is already in the fleet ({known.status}); retire it first")
         self.members[member.name] = member
+
+    def forget(self, member: Member) -> None:
+        """Drop an engine that is gone for good."""
+        self.members.pop(member.name, None)
+        member.gone.set()
+        self._notify()
 
     def confirm(self, member: Member, version: str) -> None:
         member.status, member.version, member.reason = "confirmed", version, ""

@@ -220,7 +220,7 @@ async def publish(fleet: Fleet, transport: Transport, version: str) -> Publicati
         finally:
             _retire_suspects(fleet, targets, confirmed, report)
             # Shielded: a cancelled publication (Ctrl-C) must still resume what it paused.
-            confirmed = await asyncio.shield(_resume_all(targets, confirmed, version, started))
+            confirmed = await asyncio.shield(_resume_all(fleet, targets, confirmed, version, started))
             report.wall_ms = _ms(started)
             _settle(fleet, targets, confirmed, report)
         if report.state == "failed":
@@ -306,7 +306,7 @@ def _blame(outcome: EngineOutcome, report: PublicationReport) -> str:
 
 
 async def _resume_all(
-    targets: Sequence[_Target], confirmed: Sequence[_Target], version: str, started: float
+    fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], version: str, started: float
 ) -> list[_Target]:
     """Resume every engine, confirmed or not; return the confirmed ones that did resume."""
 
@@ -316,6 +316,8 @@ async def _resume_all(
             # old label must not vouch for them when it is admitted again, by this controller or another.
             await _ignoring_engine_errors(target.client.abort_all())
             await _ignoring_engine_errors(target.client.label(f"unconfirmed-{version}"))
+            if fleet.withdraw is not None:
+                await fleet.withdraw(target.member)
         for attempt in range(RESUME_TRIES):
             try:
                 await target.client.resume()

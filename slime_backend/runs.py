@@ -10,7 +10,8 @@ class RunError(RuntimeError):
 
 
 def is_used(run_dir: Path) -> bool:
-    return (run_dir / "submitted.jsonl").exists()
+    """The local trainer writes the first of these before its first request, slime's hooks only the second."""
+    return any((run_dir / name).exists() for name in ("submitted.jsonl", "rollouts.jsonl"))
 
 
 def new_run_dir(wanted: Path) -> Path:

@@ -41,6 +41,15 @@ def run_async() -> Callable[[Awaitable[Any]], Any]:
 
 
 @pytest.fixture(scope="session")
+def slime_src() -> Path:
+    """The slime checkout that SLIME_SRC names."""
+    named = os.environ.get("SLIME_SRC")
+    if not named:
+        pytest.skip("SLIME_SRC names no slime checkout")
+    return Path(named)
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny dense model with random weights."""
     from slime_backend.local_trainer.models import make_tiny_model

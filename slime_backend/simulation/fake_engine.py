@@ -162,6 +162,22 @@ class FakeEngine:
         self._end_epoch()
         return Reply({"success": True, "message": "Succeeded to update model weights."})
 
+    async def on_update_weights_from_distributed(self, body: dict[str, Any]) -> Reply:
+        return self._take(body["names"][0])
+
+    async def on_update_weights_from_tensor(self, body: dict[str, Any]) -> Reply:
+        return self._take(body["serialized_named_tensors"][0])
+
+    def _take(self, weights: str) -> Reply:
+        if not self.session_open:
+            return _refused("must run between begin_weight_update() and end_weight_update()")
+        self.loaded = weights
+        self._end_epoch()
+        return Reply({"success": True, "message": "Success"})
+
+    async def on_destroy_weights_update_group(self, body: dict[str, Any]) -> Reply:
+        return Reply({"success": True, "message": "Succeeded to destroy custom process group."})
+
     async def on_begin_weight_update(self, body: dict[str, Any]) -> Reply:
         if self.session_open:
             return _refused("a session is already open")

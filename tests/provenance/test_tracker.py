@@ -14,6 +14,7 @@ import pytest
 from slime_backend.provenance.alerts import Alert
 from slime_backend.provenance.tracker import TABLE_COLUMNS, Tracker, make_tracker
 
+from ..wandb_files import read_wandb
 from .examples import SEGMENTS, example
 
 ALERT = Alert("Engine retired", "engine1 at v3: load: disk full", "WARN")
@@ -102,26 +103,6 @@ def test_without_a_tracker_nothing_is_written_or_said(tmp_path, caplog, kind, mo
     assert tracker.directory is None
     assert list((tmp_path / "run").iterdir()) == []
     assert caplog.records == []
-
-
-def read_wandb(run_dir) -> list:
-    """Every record of the offline run's file: a LevelDB log behind 7 bytes, in blocks of 32 KiB."""
-    from wandb.proto import wandb_internal_pb2
-
-    data = next(run_dir.rglob("*.wandb")).read_bytes()
-    position, whole, records = 7, b"", []
-    while position + 7 <= len(data):
-        room = 32768 - position % 32768
-        if room < 7:
-            position += room
-            continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
-        whole += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            records.append(wandb_internal_pb2.Record.FromString(whole))
-            whole = b""
-    return records
 
 
 def run_of_one_step(tmp_path):

@@ -1,0 +1,63 @@
+"""What both entry points do: slime's own loop and arguments, with ours, in processes that are prepared for it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from slime_backend import cpu
+from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
+from slime_backend.cpu.flags import GpuFlagError, cpu_flags
+from slime_backend.cpu.source import SourceMovedError
+from slime_backend.policy import PolicyError
+from slime_backend.slime_hooks import checkout, ray_start, worker_setup
+from slime_backend.slime_hooks.rollout_flags import set_rollout_functions
+
+WRONG_USE = 2
+USER_ERRORS = (
+    checkout.SlimeNotFoundError,
+    ray_start.RayStartedTooEarlyError,
+    PolicyError,
+    GpuFlagError,
+    SourceMovedError,
+)
+
+
+def run(script: str) -> None:
+    """Run slime's `script` ("train" or "train_async") with the arguments of the command line.
+
+    Ends the process with one line on stderr and code 2 for what the user can put right: no slime, settings that
+    the policy refuses, a Megatron-core that the CPU mode was not written for.
+    """
+    try:
+        if cpu.requested():
+            add_cpu_flags()
+        worker_setup.setup()
+        loop = checkout.load_script(script)
+        args = parse(asynchronous=script == "train_async")
+        ray_start.start(args)
+    except USER_ERRORS as error:
+        print(f"reef-slime: {error}", file=sys.stderr)
+        sys.exit(WRONG_USE)
+    loop.train(args)
+
+
+def parse(*, asynchronous: bool) -> Any:
+    """slime's arguments and ours, with the pause mode, the radix cache and our rollout functions written into them.
+
+    Raises PolicyError.
+    """
+    from slime.utils.arguments import parse_args
+
+    args = parse_args(add_custom_arguments=add_reef_arguments)
+    print(f"reef-slime: {configure_sglang_runtime(args)}", flush=True)
+    set_rollout_functions(args, asynchronous=asynchronous)
+    print(f"reef-slime: run directory {args.reef_run_dir}", flush=True)
+    return args
+
+
+def add_cpu_flags() -> None:
+    """Append to sys.argv, which slime parses three times by itself, what a CPU needs. Raises GpuFlagError."""
+    added = cpu_flags(sys.argv[1:])
+    print(f"reef-slime: CPU mode adds {' '.join(added)}", flush=True)
+    sys.argv.extend(added)

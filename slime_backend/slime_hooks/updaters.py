@@ -1,0 +1,412 @@
+"""slime's weight updaters (slime/backends/megatron_utils/update_weight), put behind our transaction.
+
+How the bytes travel stays slime's own: gathering over TP and EP, bucketing, conversion, quantization. slime's
+`update_weights` runs as it is, on every rank, as the loading step of the transaction, with stand-ins for the engines:
+what it would pause, flush and resume is done by the transaction, and what it sends is sent by us, watched.
+
+    distributed    UpdateWeightFromDistributed.update_weights, update_weights_from_distributed
+    tensor         UpdateWeightFromTensor.update_weights: colocated engines, and others beside them by broadcast
+    delta disk     UpdateWeightFromDiskDelta._reload_engines: the engines' local checkpoints, then a reload
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from slime_backend.engine_client import EngineClient, EngineError
+from slime_backend.event_loop import LoopThread
+from slime_backend.post_import import ModuleFunction
+from slime_backend.publication import PublicationReport
+from slime_backend.slime_hooks import publisher as publishers
+from slime_backend.slime_hooks.disk_reload import DiskReload
+from slime_backend.slime_hooks.errors import PublicationFailed
+from slime_backend.slime_hooks.publisher import SlimePublisher, name_of
+from slime_backend.slime_hooks.ranks import MAX_ROUNDS, publish_together
+from slime_backend.slime_hooks.ray_engines import RayEngine, RayEngines, key_of
+from slime_backend.slime_hooks.stale_samples import BASE_VERSION
+from slime_backend.slime_hooks.weight_group import FREED_S, Sending, give_up
+from slime_backend.transports import Transport
+from slime_backend.transports.collective import CollectiveTransport
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 120.0
+CONTROLS = ("pause_generation", "flush_cache", "continue_generation")
+
+
+class SlimeRanks:
+    """The trainer's ranks over slime's gloo group."""
+
+    @property
+    def rank(self) -> int:
+        import torch.distributed as dist
+
+        return int(dist.get_rank())
+
+    def share(self, value: Any) -> Any:
+        import torch.distributed as dist
+        from slime.utils.distributed_utils import get_gloo_group
+
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=get_gloo_group())
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+        from slime.utils.distributed_utils import get_gloo_group
+
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=get_gloo_group())
+        return values
+
+
+class _Call:
+    """In the place of an actor's method: runs here, and returns something that `ray.get` takes."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        import ray
+
+        self._function(*args, **kwargs)
+        return ray.put(None)
+
+
+class StandIn:
+    """One engine, as slime's updaters see it while the transaction loads. `sending` is None where it isn't loaded."""
+
+    def __init__(self, actor: Any, name: str, sending: Sending | None, link: Link) -> None:
+        self.actor, self.name, self.sending, self.link = actor, name, sending, link
+
+    def __getattr__(self, method: str) -> Any:
+        if method in CONTROLS:
+            return _Call(lambda *args, **kwargs: None)
+        if method == "update_weights_from_tensor":
+            return _Call(self._take)
+        return getattr(self.actor, method)
+
+    def _take(
+        self, serialized_named_tensors: Sequence[str], load_format: str | None = None, **flush_and_label: Any
+    ) -> None:
+        if self.sending is not None:
+            self.sending.take_tensors(self.name, serialized_named_tensors, load_format)
+
+
+@dataclass(slots=True)
+class Link:
+    """What one rank keeps between publications, for one updater."""
+
+    args: Any
+    actors: list[Any] = field(default_factory=list)
+    gpu_counts: list[int] = field(default_factory=list)
+    engines: RayEngines = field(default_factory=RayEngines)
+    ranks: SlimeRanks = field(default_factory=SlimeRanks)
+    connected: frozenset[str] = frozenset()  # keys of the engines in the weight-update group; empty without one
+    publisher: SlimePublisher | None = None  # on rank 0
+    _loop: LoopThread | None = None
+    _clients: dict[str, EngineClient] = field(default_factory=dict)
+
+    @property
+    def loop(self) -> LoopThread:
+        if self._loop is None:
+            self._loop = self.publisher.loop if self.publisher else LoopThread()
+        return self._loop
+
+    def leads(self, base: str) -> SlimePublisher | None:
+        """The publisher, on rank 0. `base`: the version that the engines have before the first publication."""
+        if self.ranks.rank == 0 and self.publisher is None:
+            self.publisher = publishers.make(self.args, base)
+        return self.publisher
+
+    def leader(self, version: str, base: str, transport: Callable[[list[RayEngine]], Transport]) -> Leader | None:
+        """Rank 0's side of a publication; None on the others."""
+        publisher = self.leads(base)
+        return None if publisher is None else Leader(self, publisher, version, transport)
+
+    def collective(self, name: str) -> CollectiveTransport:
+        rounds_s = MAX_ROUNDS * (self.args.reef_load_timeout + CONNECT_S + FREED_S)
+        return CollectiveTransport(self.loop, rounds_s, name)
+
+    def by_name(self, names: Sequence[str]) -> dict[str, RayEngine]:
+        found = {name_of(engine.url): engine for engine in self.engines.of(self.actors)}
+        return {name: found[name] for name in names if name in found}
+
+    def client(self, engine: RayEngine) -> EngineClient:
+        if engine.key not in self._clients:
+            self._clients[engine.key] = EngineClient(
+                engine.url, name=name_of(engine.url), deadlines=publishers.deadlines(self.args)
+            )
+        return self._clients[engine.key]
+
+
+@dataclass(slots=True)
+class Leader:
+    link: Link
+    publisher: SlimePublisher
+    version: str
+    transport: Callable[[list[RayEngine]], Transport]
+
+    def start(self) -> tuple[Future[PublicationReport], CollectiveTransport | None]:
+        engines = self.link.engines.of(self.link.actors)
+        self.publisher.enroll(engines)
+        transport = self.transport(engines)
+        collective = transport if isinstance(transport, CollectiveTransport) else None
+        return self.publisher.start(transport, self.version), collective
+
+    def finish(self, future: Future[PublicationReport]) -> dict[str, float]:
+        return self.publisher.finish(future)
+
+
+def link_of(updater: Any) -> Link:
+    if not hasattr(updater, "reef_link"):
+        updater.reef_link = Link(updater.args)
+    return updater.reef_link  # type: ignore[no-any-return]
+
+
+# ---- distributed and tensor ---------------------------------------------------------------------------------------
+
+
+def _send(updater: Any, names: Sequence[str], version_before: int, move: Callable[[Any], None]) -> dict[str, str]:
+    """One round, on one rank: slime's own update, with stand-ins. Returns the engines that it failed for."""
+    link = link_of(updater)
+    engines = link.by_name(names)
+    missing = dict.fromkeys(set(names) - set(engines), f"its actor doesn't answer rank {link.ranks.rank}")
+    clients = {name: link.client(engine) for name, engine in engines.items()}
+    sending = Sending(link.loop, clients, link.args.reef_load_timeout, failed=missing)
+    _reconnect(updater, link, engines, sending)
+    updater.weight_version = version_before  # slime's update counts it up, in each round
+    with _stand_ins(updater, link, engines, sending):
+        move(updater)
+    return sending.failed
+
+
+@contextmanager
+def _stand_ins(updater: Any, link: Link, engines: dict[str, RayEngine], sending: Sending) -> Iterator[None]:
+    names = {engine.key: name for name, engine in engines.items()}
+
+    def stand_in(actor: Any) -> StandIn:
+        name = names.get(key_of(actor), "")
+        return StandIn(actor, name, sending if name else None, link)
+
+    def of(actors: Sequence[Any]) -> list[StandIn]:
+        return [s for s in map(stand_in, actors) if s.sending is not None]
+
+    kept = {name: vars(updater)[name] for name in _HELD if name in vars(updater)}
+    for name, value in kept.items():
+        if value is not None:
+            setattr(updater, name, of(value) if isinstance(value, list | tuple) else stand_in(value))
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(updater, name, value)
+
+
+# Where slime's updaters hold the engines that they call.
+_HELD = ("rollout_engines", "distributed_rollout_engines", "_ipc_engine")
+
+
+def _broadcasts_to(updater: Any) -> list[Any] | None:
+    """The engines that this rank broadcasts to in its own group; None where it doesn't."""
+    if hasattr(updater, "use_distribute"):  # tensor
+        is_source = updater.use_distribute and updater._is_distributed_src_rank
+        return list(updater.distributed_rollout_engines) if is_source else None
+    return list(updater.rollout_engines) if updater._is_pp_src_rank else None
+
+
+def _reconnect(updater: Any, link: Link, engines: dict[str, RayEngine], sending: Sending) -> None:
+    """Make the weight-update group hold exactly the engines of this round."""
+    held = _broadcasts_to(updater)
+    if held is None or sending.over:
+        return
+    wanted = [actor for actor in held if key_of(actor) in {engine.key for engine in engines.values()}]
+    keys = frozenset(map(key_of, wanted))
+    if keys == link.connected:
+        return
+    if link.connected:
+        give_up(updater._model_update_groups)
+    _leave(link, engines, updater._group_name)
+    link.connected, updater._model_update_groups = frozenset(), None
+    if not wanted:
+        return
+    from slime.backends.megatron_utils.update_weight import update_weight_from_distributed as module
+
+    counts = {key_of(actor): count for actor, count in zip(link.actors, link.gpu_counts, strict=True)}
+    try:
+        updater._model_update_groups = module.connect_rollout_engines_from_distributed(
+            updater.args, updater._group_name, wanted, engine_gpu_counts=[counts[key_of(a)] for a in wanted]
+        )
+    except Exception as error:  # torch's, Ray's, the engine's answer
+        sending.failed |= dict.fromkeys(engines, f"no weight-update group: {type(error).__name__}: {error}")
+        return
+    link.connected = keys
+
+
+def _leave(link: Link, engines: dict[str, RayEngine], group: str) -> None:
+    """An engine that still has a group of this name would refuse a second one."""
+
+    async def leave(client: EngineClient) -> None:
+        with suppress(EngineError):  # it has none
+            await client.leave_weight_group(group)
+
+    for future in [link.loop.submit(leave(link.client(engine))) for engine in engines.values()]:
+        future.result()
+
+
+def _put_behind_transaction(updater_class: Any, name: str) -> None:
+    """Wrap `connect_rollout_engines` and `update_weights` of one of slime's updaters that send themselves. `name`: of
+    the transport."""
+    connect, update = updater_class.connect_rollout_engines, updater_class.update_weights
+
+    @functools.wraps(connect)
+    def connect_rollout_engines(
+        self: Any, rollout_engines: Any, rollout_engine_lock: Any, engine_gpu_counts: Any = None, **rest: Any
+    ) -> None:
+        link = link_of(self)
+        link.actors = list(rollout_engines)
+        link.gpu_counts = list(engine_gpu_counts or [self.args.rollout_num_gpus_per_engine] * len(link.actors))
+        if not link.connected:
+            self._model_update_groups = None  # given up by us; slime would destroy it again
+        link.connected = frozenset()
+        connect(self, rollout_engines, rollout_engine_lock, engine_gpu_counts=engine_gpu_counts, **rest)
+        held = _broadcasts_to(self)
+        if held is not None and self._model_update_groups is not None:
+            link.connected = frozenset(map(key_of, held))
+
+    @functools.wraps(update)
+    def update_weights(self: Any) -> None:
+        link, before = link_of(self), self.weight_version
+        leader = link.leader(str(before + 1), str(before), lambda engines: link.collective(name))
+        figures = publish_together(link.ranks, leader, lambda names: _send(self, names, before, update))
+        self.update_weight_metrics.update(figures)
+
+    updater_class.connect_rollout_engines = connect_rollout_engines
+    updater_class.update_weights = update_weights
+
+
+def broadcast(
+    group_name: str,
+    group: Any,
+    weight_version: int,
+    rollout_engines: Sequence[StandIn],
+    converted_named_tensors: Sequence[tuple[str, Any]],
+    load_format: str | None = None,
+) -> list[Any]:
+    """In the place of slime's `update_weights_from_distributed`. No label: that is the transaction's last step."""
+    if rollout_engines:
+        sending, link = rollout_engines[0].sending, rollout_engines[0].link
+        assert sending is not None
+        names = [engine.name for engine in rollout_engines]
+        if not sending.broadcast(group_name, group, names, converted_named_tensors, load_format):
+            give_up(group)
+            link.connected = frozenset()
+    return []
+
+
+def _bounded_group(module: Any) -> None:
+    """Meeting the engines, and each broadcast, has a deadline; torch's own is half an hour."""
+    meet, connect = module.init_process_group, module.connect_rollout_engines_from_distributed
+
+    @functools.wraps(meet)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        return meet(*args, **{"timeout": timedelta(seconds=CONNECT_S), **kwargs})
+
+    @functools.wraps(connect)
+    def connect_rollout_engines_from_distributed(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist
+
+        group = connect(args, *rest, **kwargs)
+        # Under its older name before torch 2.14.
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=args.reef_load_timeout + FREED_S), group)
+        return group
+
+    module.init_process_group = init_process_group
+    module.connect_rollout_engines_from_distributed = connect_rollout_engines_from_distributed
+
+
+def _distributed(module: Any) -> None:
+    _bounded_group(module)
+    module.update_weights_from_distributed = broadcast
+    _put_behind_transaction(module.UpdateWeightFromDistributed, "distributed")
+
+
+def _tensor(module: Any) -> None:
+    """It has imported the functions of the distributed updater by name: after that was changed."""
+    _put_behind_transaction(module.UpdateWeightFromTensor, "tensor")
+
+
+# ---- delta disk ---------------------------------------------------------------------------------------------------
+
+
+def _delta(module: Any) -> None:
+    updater_class = module.UpdateWeightFromDiskDelta
+    connect, update = updater_class.connect_rollout_engines, updater_class.update_weights
+
+    @functools.wraps(connect)
+    def connect_rollout_engines(self: Any, rollout_engines: Any, rollout_engine_lock: Any, **rest: Any) -> None:
+        link_of(self).actors = list(rollout_engines)
+        connect(self, rollout_engines, rollout_engine_lock, **rest)
+
+    @functools.wraps(update)
+    def update_weights(self: Any) -> None:
+        is_baseline = not self._baseline_captured
+        update(self)
+        if is_baseline:
+            _serve_base(self)
+
+    def _reload_engines(self: Any) -> None:
+        link = link_of(self)
+        if self._post_write_hook is not None:
+            self._post_write_hook(self.args, self._version_dir, list(self.rollout_engines))
+        link.ranks.gather(None)  # each rank's files are there before an engine pulls them
+        leader = link.leader(
+            str(self.weight_version),
+            BASE_VERSION,
+            lambda engines: DiskReload(
+                self.args.update_weight_local_checkpoint_dir, pull=self.weight_version, engines=engines
+            ),
+        )
+        self.update_weight_metrics.update(publish_together(link.ranks, leader))
+
+    updater_class.connect_rollout_engines = connect_rollout_engines
+    updater_class.update_weights = update_weights
+    updater_class._reload_engines = _reload_engines
+
+
+def _serve_base(updater: Any) -> None:
+    """Delta publishes nothing the first time: the engines serve the checkpoint that they were started with.
+
+    Raises PublicationFailed for an engine that serves anything else: a delta on top of it would be wrong.
+    """
+    link = link_of(updater)
+    problem = ""
+    if (publisher := link.leads(BASE_VERSION)) is not None:
+        try:
+            publisher.enroll(link.engines.of(link.actors))
+            others = [m.name for m in publisher.members() if m.status != "confirmed"]
+            if others:
+                raise PublicationFailed(
+                    f"delta updates start from --hf-checkpoint, but {', '.join(others)} serve other weights than "
+                    f"those labelled {BASE_VERSION!r}; restart these engines"
+                )
+            publisher.settle_routing()
+        except PublicationFailed as error:
+            problem = str(error)
+    if problem := link.ranks.share(problem):
+        raise PublicationFailed(problem)
+
+
+PATCHES: tuple[tuple[str, ModuleFunction], ...] = (
+    ("slime.backends.megatron_utils.update_weight.update_weight_from_distributed", _distributed),
+    ("slime.backends.megatron_utils.update_weight.update_weight_from_tensor", _tensor),
+    ("slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta", _delta),
+)

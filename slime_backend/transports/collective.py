@@ -1,0 +1,105 @@
+"""Weights that one collective operation brings to all engines at once, driven by the trainer's own threads.
+
+The transaction calls `load` for each engine on its event loop; the bytes are moved by code that runs elsewhere, in step
+with other ranks. Here the two meet:
+
+    event loop (transaction)                     main thread of rank 0
+    load(a), load(b)  open their sessions
+                      all are ready         ->   wait_ready(...) returns {a, b}
+                                                 ... all ranks send ...
+    load(a), load(b)  end, or raise         <-   settle(failed={b: why}): a is sent to again, b fails; settle() ends all
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from slime_backend.engine_client import EngineClient
+from slime_backend.event_loop import LoopThread
+from slime_backend.transports.base import TransportError
+
+POLL_S = 0.05  # between two looks whether a publication ended without loading anything
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    client: EngineClient
+    sent: asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class CollectiveTransport:
+    """A Transport for one publication. `loop` is the one that the transaction runs on."""
+
+    loop: LoopThread
+    deadline_s: float  # for all rounds of sending together
+    name: str = "collective"
+    _arriving: int = 0
+    _waiting: dict[str, _Waiting] = field(default_factory=dict)
+    _ready: threading.Event = field(default_factory=threading.Event)
+
+    async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
+        return None
+
+    async def load(self, client: EngineClient, version: str) -> None:
+        """Open the engine's weight session, wait until all have been sent to, close it."""
+        self._arriving += 1
+        await asyncio.sleep(0)  # the loads of all engines begin in one pass of the loop: now each has been counted
+        opened = False
+        try:
+            try:
+                opened = await client.begin_weight_session()
+                waiting = _Waiting(client, asyncio.get_running_loop().create_future())
+                self._waiting[client.name] = waiting
+            finally:
+                self._arriving -= 1
+                if not self._arriving:
+                    self._ready.set()
+            try:
+                await asyncio.wait_for(waiting.sent, self.deadline_s)
+            except TimeoutError:
+                raise TransportError(
+                    client.name, f"the trainer didn't finish sending within {self.deadline_s:g} s"
+                ) from None
+            finally:
+                self._waiting.pop(client.name, None)
+        finally:
+            if opened:
+                await client.end_weight_session()
+
+    async def close(self) -> None:
+        return None
+
+    # ---- the side that sends ------------------------------------------------------------------------------------
+
+    def wait_ready(self, over: Callable[[], bool]) -> list[str]:
+        """Names of the engines that are paused and have a session open; empty once `over()`, without any.
+
+        Blocks, but never longer than the transaction itself, whose every step has a deadline.
+        """
+        while not self._ready.wait(POLL_S):
+            if over():
+                return []
+        return sorted(self._waiting)
+
+    def settle(self, failed: Mapping[str, str], *, done: bool) -> list[str]:
+        """After a round of sending: `failed` (engine -> why) are given up; the others have it if `done`.
+
+        Returns the engines that still wait, to be sent to again.
+        """
+        again = [] if done else [name for name in self._waiting if name not in failed]
+
+        def tell() -> None:
+            for name, waiting in list(self._waiting.items()):
+                if waiting.sent.done():
+                    continue
+                if name in failed:
+                    waiting.sent.set_exception(TransportError(name, failed[name]))
+                elif done:
+                    waiting.sent.set_result(None)
+
+        self.loop.call(tell)
+        return sorted(again)

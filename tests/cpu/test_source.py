@@ -1,0 +1,76 @@
+"""Shims that fail loudly: packages with the text that a shim was written for, and without it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from slime_backend.cpu import megatron, source, tensor_ipc
+from slime_backend.cpu.source import SourceMovedError
+from slime_backend.post_import import on_import
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = []
+
+    def make(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        names.append(name)
+        return name
+
+    yield make
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_rewrite_changes_what_runs_and_no_file(made, tmp_path: Path):
+    name = made("reef_rewrite_a", "kinds = ['torch.cuda.FloatTensor', 'torch.cuda.HalfTensor']\n")
+    before = (tmp_path / f"{name}.py").read_text()
+    source.rewrite(name, {"'torch.cuda.": "'torch."})
+    assert importlib.import_module(name).kinds == ["torch.FloatTensor", "torch.HalfTensor"]
+    assert (tmp_path / f"{name}.py").read_text() == before
+
+
+def test_rewrite_of_moved_source_is_one_clear_line(made, tmp_path: Path):
+    name = made("reef_rewrite_b", "kinds = []\n")
+    source.rewrite(name, {"'torch.cuda.": "'torch."})
+    with pytest.raises(SourceMovedError) as caught:
+        importlib.import_module(name)
+    message = str(caught.value)
+    assert message.startswith(f'{tmp_path}/{name}.py: {name} no longer contains "\'torch.cuda."')
+    assert "megatron-core 0.19.2" in message
+    assert "\n" not in message
+
+
+def test_rewrite_after_the_import_is_refused(made):
+    name = made("reef_rewrite_c", "kinds = ['torch.cuda.FloatTensor']\n")
+    importlib.import_module(name)
+    with pytest.raises(SourceMovedError, match="imported before"):
+        source.rewrite(name, {"'torch.cuda.": "'torch."})
+
+
+def test_a_use_that_is_gone_fails_the_import(made):
+    name = made("reef_use_a", "stream = None\n")
+    on_import(name, megatron._check(name, ("torch.cuda.current_stream()",)))
+    with pytest.raises(SourceMovedError, match=r"torch\.cuda\.current_stream\(\)"):
+        importlib.import_module(name)
+
+
+def test_a_use_that_is_there_passes(made):
+    name = made("reef_use_b", "use = 'torch.cuda.current_stream()'\n")
+    on_import(name, megatron._check(name, ("torch.cuda.current_stream()",)))
+    importlib.import_module(name)
+
+
+@pytest.mark.parametrize("shim", [megatron._use_cpu_generator, tensor_ipc._keep_reductions])
+def test_a_function_that_moved_fails_its_shim(made, shim):
+    name = made(f"reef_moved_{shim.__name__}", "def something_else(): ...\n")
+    module = importlib.import_module(name)
+    with pytest.raises(SourceMovedError, match="no longer contains 'def "):
+        shim(module)

@@ -1,0 +1,180 @@
+"""Every way in which slime publishes, on the real slime: the versions in each Sample, the engines' own evidence in
+publications.jsonl, and log-probs that show that the weights behind a version are the trainer's.
+
+What slime does without us is the control beside it: the same job with REEF_SLIME_PUBLICATIONS=off.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slime_backend.provenance.jsonl import read_jsonl
+
+pytestmark = [pytest.mark.slime, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(1200)]
+
+SAME_WEIGHTS = 1e-3  # an engine one version behind is off by 0.04 and more
+FAULTS = Path(__file__).parent / "faults"
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_US = {"REEF_SLIME_PUBLICATIONS": "off"}
+RUN_DIR = ("--reef-run-dir", "{dir}/reef")
+TWO_ENGINES = ("--rollout-num-gpus", "2", "--num-gpus-per-node", "3")
+
+
+def publications(run):
+    return list(read_jsonl(run.directory / "reef" / "publications.jsonl"))
+
+
+def assert_published(run, versions, *, rollouts=2, engines=1, transport=None):
+    """The job ended well: one publication for each of `versions`, to every engine, and samples of the versions."""
+    assert run.returncode == 0, run.tail()
+    reports = publications(run)
+    assert [r["version"] for r in reports] == versions
+    for report in reports:
+        assert report["state"] == "resumed"
+        assert [e["confirmed"] for e in report["engines"]] == [True] * engines
+        assert transport is None or report["transport"] == transport
+    assert len(run.logprob_diffs) == rollouts
+    assert max(run.logprob_diffs) < SAME_WEIGHTS
+
+
+def versions_of(run, rollouts):
+    return [run.versions(rollout_id) for rollout_id in range(rollouts)]
+
+
+def test_distributed_from_two_tensor_parallel_ranks(slime_run):
+    run = slime_run(
+        *RUN_DIR, "--actor-num-gpus-per-node", "2", "--tensor-model-parallel-size", "2", "--num-gpus-per-node", "3"
+    )
+    assert_published(run, ["1", "2", "3"], transport="distributed")
+    assert versions_of(run, 2) == [[["1"]] * 8, [["2"]] * 8]
+
+
+def test_distributed_from_two_data_parallel_ranks(slime_run):
+    run = slime_run(*RUN_DIR, "--actor-num-gpus-per-node", "2", "--num-gpus-per-node", "3")
+    assert_published(run, ["1", "2", "3"], transport="distributed")
+
+
+def test_tensor(slime_run):
+    run = slime_run(*RUN_DIR, "--colocate")
+    assert_published(run, ["1", "2", "3"], transport="tensor")
+    assert versions_of(run, 2) == [[["1"]] * 8, [["2"]] * 8]
+    assert all(e["flush_verified"] for report in publications(run) for e in report["engines"])
+
+
+def test_tensor_with_an_engine_beside_the_colocated_one(slime_run):
+    """slime sends to both, and pauses and flushes only the colocated one."""
+    run = slime_run(*RUN_DIR, "--colocate", *TWO_ENGINES)
+    assert_published(run, ["1", "2", "3"], engines=2, transport="tensor")
+    for report in publications(run):
+        assert [e["flush_verified"] for e in report["engines"]] == [True, True]
+        assert all(e["paused_ms"] > 0 for e in report["engines"])
+
+
+def test_full_disk(slime_run):
+    run = slime_run(*RUN_DIR, "--update-weight-transport", "disk", "--update-weight-disk-dir", "{dir}/weights")
+    assert_published(run, ["1", "2", "3"], transport="disk")
+    assert versions_of(run, 2) == [[["1"]] * 8, [["2"]] * 8]
+    assert list((run.directory / "weights").glob("weight_v*")) == []  # cleaned up, as slime does
+
+
+DELTA = (
+    *("--update-weight-mode", "delta", "--update-weight-transport", "disk"),
+    *("--update-weight-disk-dir", "{dir}/weights", "--update-weight-local-checkpoint-dir", "{dir}/local"),
+)
+
+
+def test_delta_disk(slime_run):
+    run = slime_run(*RUN_DIR, *DELTA)
+    assert_published(run, ["1", "2"], transport="local disk")
+    assert versions_of(run, 2) == [[["default"]] * 8, [["1"]] * 8]
+
+
+def test_fully_asynchronous_aborts_nothing(slime_run):
+    flags = (
+        *("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
+        *("--num-rollout", "3", "--rollout-max-response-len", "96", *TWO_ENGINES),
+    )
+    ours = slime_run(*RUN_DIR, *flags, "--disjoint-prefix-sharing=scoped", loop="train_async")
+    assert ours.returncode == 0, ours.tail()
+    samples = [s for rollout_id in range(3) for s in ours.samples(rollout_id)]
+    assert all(s["status"] in ("completed", "truncated") for s in samples)
+    assert all(len(s["weight_versions"]) == 1 for s in samples)  # one call each: nothing was aborted and requeued
+    assert sum(e["in_flight"] for report in publications(ours) for e in report["engines"]) > 0
+    assert all(e["sweep_verified"] for report in publications(ours) for e in report["engines"])
+
+
+def test_an_engine_that_rejects_the_update_is_an_error_in_the_trainer(slime_run, tmp_path):
+    """slime waits for ever in the broadcast that the engine never joins."""
+    run = slime_run(*RUN_DIR, *("--reef-load-timeout", "60"), environment={**fault(tmp_path)})
+    assert (tmp_path / "rejecting").exists()
+    assert run.returncode not in (0, 124), run.tail()
+    assert "EngineRejectedUpdate" in run.log
+    assert "a fault that the test put in" in run.log
+    (first, second) = publications(run)
+    assert (first["state"], second["state"]) == ("resumed", "failed")
+
+
+def test_without_us_the_rejection_hangs_the_trainer(slime_run, tmp_path):
+    run = slime_run(environment={**fault(tmp_path), **WITHOUT_US}, deadline_s=240)
+    assert (tmp_path / "rejecting").exists()
+    assert run.returncode == 124  # ended by the deadline
+
+
+def fault(directory):
+    return {"REEF_FAULT_REJECT": str(directory), "PYTHONPATH": f"{FAULTS}:{ROOT}"}
+
+
+def test_fault_tolerance_replaces_an_engine_and_routes_it_with_its_weights(slime_run, tmp_path):
+    """One of two engines rejects publication 2: the run goes on with the other, and slime starts a successor."""
+    run = slime_run(
+        *RUN_DIR,
+        *TWO_ENGINES,
+        *("--num-rollout", "4", "--use-fault-tolerance", "--rollout-health-check-interval", "2"),
+        *("--rollout-health-check-first-wait", "0", "--rollout-health-check-timeout", "5"),
+        environment=fault(tmp_path),
+    )
+    assert run.returncode == 0, run.tail()
+    reports = publications(run)
+    assert [sum(e["confirmed"] for e in report["engines"]) for report in reports[:2]] == [2, 1]
+    assert [e["confirmed"] for e in reports[-1]["engines"]] == [True, True]
+    for rollout_id in range(4):
+        assert run.versions(rollout_id) == [[str(rollout_id + 1)]] * 8
+    assert max(run.logprob_diffs) < SAME_WEIGHTS
+
+
+def test_an_external_engine(slime_run, tiny_flags, tmp_path):
+    from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
+
+    model = tiny_flags[tiny_flags.index("--hf-checkpoint") + 1]
+    settings = EngineSettings(model=model, hooks=RUN_HOOKS, skip_tokenizer=False, radix_cache=False)
+    engine = LocalEngine(settings, log_path=tmp_path / "engine.log")
+    with running_engines([engine]):
+        run = slime_run(*RUN_DIR, "--rollout-external-engine-addrs", engine.url.partition("://")[2])
+    assert_published(run, ["1", "2", "3"], transport="distributed")
+    assert versions_of(run, 2) == [[["1"]] * 8, [["2"]] * 8]
+
+
+TWO_MODELS = """
+sglang:
+  - name: actor
+    update_weights: true
+    server_groups: [{worker_type: regular, num_gpus: 1}]
+  - name: frozen
+    update_weights: false
+    server_groups: [{worker_type: regular, num_gpus: 1}]
+"""
+
+
+def engine_ports(run):
+    return [int(port) for port in re.findall(r"Ports for engine \d+: .*?'port': (\d+)", run.log)]
+
+
+def test_two_models_have_ports_of_their_own_and_the_frozen_one_is_left_alone(slime_run, tmp_path):
+    config = tmp_path / "two.yaml"
+    config.write_text(TWO_MODELS)
+    run = slime_run(*RUN_DIR, "--sglang-config", str(config), *TWO_ENGINES)
+    assert_published(run, ["1", "2", "3"], engines=1)
+    assert len(set(engine_ports(run))) == 2
