@@ -1,0 +1,187 @@
+"""What would explain a rollout that doesn't hold: other claims are scored, and the one that fits names the fault.
+
+    wrong label                 another version did all that this one is said to have done
+    stale prefix                the prompt tokens found in the radix cache were another version's
+    carried, not recomputed     KV was kept across a publication; the record says that it was computed again
+    recomputed, not carried     the other way round
+    missed tensor               the version before did one tensor's part
+    loaded in part              the version before did the part of all tensors from one on
+
+The first four are tried over the whole rollout, with the nearest versions on disk; the last two, which take a forward
+pass per tensor, only where those don't fit, and once per kind of mix. Nothing fits: "unexplained".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.scorer import Mix, Scorer, WeightsGoneError
+from slime_backend.wire import KvSegment, Span
+
+Fault = Literal[
+    "wrong label",
+    "stale prefix",
+    "carried, not recomputed",
+    "recomputed, not carried",
+    "missed tensor",
+    "loaded in part",
+    "unexplained",
+]
+NEAREST = 4  # versions to try beside the claimed one
+FITS = 0.1  # of the tolerance: a fit that is worse gives way to a better one of the costlier kind
+
+Segments = tuple[KvSegment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """Another claim for the same tokens."""
+
+    fault: Fault
+    text: str
+    segments: Segments
+    mix: Mix | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    fault: Fault
+    text: str
+
+
+class Diagnostician:
+    """Remembers the mixes of weights that it found: an engine that misses a tensor misses it in every rollout."""
+
+    def __init__(self, scorer: Scorer, tolerance: float) -> None:
+        self.scorer, self.tolerance = scorer, tolerance
+        self._mixes: dict[Mix, Hypothesis] = {}
+
+    def explain(self, record: RolloutRecord) -> Diagnosis:
+        """For a record that is consistent in itself, of versions on disk, whose log-probs don't hold."""
+        best, error = self._best(record, [*self._seen_mixes(record), *claims(record, self.scorer)])
+        if error > FITS * self.tolerance:
+            costly, costly_error = self._best(record, mixes(record, self.scorer))
+            if costly_error < error:
+                best, error = costly, costly_error
+        if best is None or not error <= self.tolerance:
+            return Diagnosis("unexplained", "no version on disk explains it, nor two of them mixed tensor by tensor")
+        if best.mix is not None:
+            self._mixes[best.mix] = best
+        return Diagnosis(best.fault, f"{best.fault}: {best.text} (to {error:.1g})")
+
+    def _seen_mixes(self, record: RolloutRecord) -> Iterator[Hypothesis]:
+        for mix, found in self._mixes.items():
+            if mix.version in _versions(record):
+                yield replace(found, segments=record.segments)
+
+    def _best(
+        self, record: RolloutRecord, hypotheses: Sequence[Hypothesis] | Iterator[Hypothesis]
+    ) -> tuple[Hypothesis | None, float]:
+        best, least = None, float("inf")
+        for hypothesis in hypotheses:
+            try:
+                scored = self.scorer.score_all(record, hypothesis.segments, hypothesis.mix)
+            except WeightsGoneError:
+                continue
+            error = max(abs(a - b) for a, b in zip(scored, record.logprobs, strict=True))
+            if error < least:
+                best, least = hypothesis, error
+        return best, least
+
+
+def claims(record: RolloutRecord, scorer: Scorer) -> Iterator[Hypothesis]:
+    """Other versions, another cached prefix, KV kept or computed again: same weights on disk, other spans."""
+    for claimed in _versions(record):
+        for other in nearest(claimed, scorer.versions()):
+            text = f"{other} explains what it calls {claimed}"
+            yield Hypothesis("wrong label", text, tuple(_renamed(s, claimed, other) for s in record.segments))
+    for prefill in {(p.version, p.cached): p for p in record.prefills if p.cached}.values():
+        for other in nearest(prefill.version, scorer.versions()):
+            text = f"{other} had computed the {prefill.cached} cached tokens that it calls {prefill.version}'s"
+            segments = tuple(_with_prefix(s, prefill.version, prefill.cached, other) for s in record.segments)
+            yield Hypothesis("stale prefix", text, segments)
+    kept, anew = _carried(record.segments), tuple(_recomputed(s) for s in record.segments)
+    if kept != record.segments:
+        text = f"the KV of {record.segments[0].version} was kept across the publication"
+        yield Hypothesis("carried, not recomputed", text, kept)
+    if anew != record.segments:
+        yield Hypothesis("recomputed, not carried", "each version computed all the KV that it sampled from", anew)
+
+
+def mixes(record: RolloutRecord, scorer: Scorer) -> Iterator[Hypothesis]:
+    """The claimed version with one tensor, or all from one on, of the version before it."""
+    known = scorer.versions()
+    for claimed in _versions(record):
+        if claimed not in known or known.index(claimed) == 0:
+            continue
+        before = known[known.index(claimed) - 1]
+        names = scorer.differing_tensors(claimed, before)
+        for name in names:
+            text = f"{claimed} with {name} of {before} explains it"
+            yield Hypothesis("missed tensor", text, record.segments, Mix(claimed, before, frozenset([name])))
+        for order in (names, sorted(names)):  # of the model, of a checkpoint file
+            for count in range(1, len(order) - 1):
+                text = f"{claimed} with {before}'s tensors from {order[count]} on explains it ({count} were loaded)"
+                yield Hypothesis(
+                    "loaded in part", text, record.segments, Mix(claimed, before, frozenset(order[count:]))
+                )
+
+
+def nearest(version: str, known: Sequence[str]) -> list[str]:
+    """Other versions by their distance in the order of publication, older first."""
+    if version not in known:
+        return list(known[-NEAREST:])
+    place = known.index(version)
+    others = sorted((i for i in range(len(known)) if i != place), key=lambda i: (abs(i - place), i))
+    return [known[i] for i in others[:NEAREST]]
+
+
+def _versions(record: RolloutRecord) -> list[str]:
+    """Every version that the record names, the latest first: the fault is likelier there."""
+    named = [v for s in record.segments for v in (*(c.version for c in s.context), s.version)]
+    return list(dict.fromkeys(reversed(named)))
+
+
+def _renamed(segment: KvSegment, claimed: str, other: str) -> KvSegment:
+    def name(version: str) -> str:
+        return other if version == claimed else version
+
+    context = tuple(Span(name(c.version), c.start, c.end) for c in segment.context)
+    return KvSegment(segment.start, segment.end, name(segment.version), _merged(context))
+
+
+def _with_prefix(segment: KvSegment, version: str, length: int, other: str) -> KvSegment:
+    """`other` on the first `length` positions, where they are said to be `version`'s."""
+    if segment.context[0].version != version:
+        return segment
+    rest = tuple(Span(c.version, max(c.start, length), c.end) for c in segment.context if c.end > length)
+    return replace(segment, context=_merged((Span(other, 0, length), *rest)))
+
+
+def _carried(segments: Segments) -> Segments:
+    """As if each publication had kept all KV: a segment's context is the one before it, continued."""
+    kept: list[KvSegment] = []
+    for segment in segments:
+        context = segment.context
+        if kept:
+            before, end = kept[-1].context, context[-1].end
+            context = _merged((*before, Span(segment.version, before[-1].end, end)))
+        kept.append(replace(segment, context=context))
+    return tuple(kept)
+
+
+def _recomputed(segment: KvSegment) -> KvSegment:
+    return replace(segment, context=(Span(segment.version, 0, segment.context[-1].end),))
+
+
+def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version:
+            merged[-1] = replace(merged[-1], end=span.end)
+        else:
+            merged.append(span)
+    return tuple(merged)
