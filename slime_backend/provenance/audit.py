@@ -1,8 +1,7 @@
 """Recompute rollouts' log-probs under the versions that they claim, and name every one that doesn't hold.
 
-In fp32 an honest engine differs by about 1e-6, one stale prefix by 1e-2 and more, so the tolerance of 1e-4 lies far from
-both; docs/provenance.md has what is found near it. `audit_run` audits a run that is there, audit_follow.py one that
-still goes on.
+In fp32 an honest engine differs by about 1e-6; by how much a fault does depends on the step between two versions:
+docs/provenance.md, "The audit at scale". `audit_run` audits a run that is there, audit_follow.py one that goes on.
 """
 
 from __future__ import annotations
@@ -210,12 +209,12 @@ def check(record: RolloutRecord, scorer: Scorer, tolerance: float) -> tuple[Viol
     unknown = sorted(v for v in _named(record) if not scorer.knows(v))
     if unknown:
         return fault("version", "unknown version", f"it names {', '.join(unknown)}, of which no weights were saved"), []
-    diffs = [
-        abs(a - b) for a, b in zip(scorer.score_all(record, record.segments), record.logprobs, strict=True)
-    ]
+    diffs = [abs(a - b) for a, b in zip(scorer.score_all(record, record.segments), record.logprobs, strict=True)]
     worst = max(range(len(diffs)), key=diffs.__getitem__, default=0)
     if diffs and not diffs[worst] <= tolerance:  # NaN is a violation too
-        return fault("log-prob", "not examined", f"token {worst} differs by {diffs[worst]:.3g}", worst, diffs[worst]), diffs
+        return fault(
+            "log-prob", "not examined", f"token {worst} differs by {diffs[worst]:.3g}", worst, diffs[worst]
+        ), diffs
     return None, diffs
 
 

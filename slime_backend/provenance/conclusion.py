@@ -2,7 +2,7 @@
 
 clean                enough was checked to find what the plan asks for, and all of it holds
 contaminated         a rollout isn't what its record claims
-not enough samples   what was checked holds, but too little was: a contamination of the asked size could have been missed
+not enough samples   what was checked holds, but a contamination of the asked size could have been missed
 """
 
 from __future__ import annotations

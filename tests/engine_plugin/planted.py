@@ -1,0 +1,200 @@
+"""Faults of a publication planted on a real engine, and the runs that they contaminate.
+
+A case is a run of its own with one publication of v1 over v0, one optimiser step apart, and twelve rollouts: four
+before it, four in flight, four after it. What the engine answers is recorded as any run records it; only where a fault
+is one of the records themselves are they altered.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_api import Api, Background
+from safetensors.torch import load_file, save_file
+
+from slime_backend.local_trainer.grpo import GrpoConfig, Sample, grpo_step, make_optimizer
+from slime_backend.local_trainer.models import load_model, make_tiny_model
+from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.sampling import Plan
+from slime_backend.weight_sources.torch_module import TorchModuleSource
+from slime_backend.wire import KvSegment, Span
+
+BEFORE, IN_FLIGHT, AFTER = "before", "in flight", "after"
+EACH = 4  # rollouts of each of these
+SHARED, OWN = 40, 8  # tokens of a prompt: shared by the case's fan-out, and its own
+TOKENS = {BEFORE: 8, IN_FLIGHT: 64, AFTER: 8}
+TRIES = 10  # until the publication comes while all in flight have some tokens, but not all
+LETTERS = 256  # the tokens of the byte-level vocabulary that stand for bytes
+
+# Fault -> how many of the twelve it contaminates.
+CONTAMINATED = {
+    "wrong label": 2 * EACH,
+    "missed tensor": 2 * EACH,
+    "loaded in part": 2 * EACH,
+    "stale prefix": 1,
+    "carried, not recomputed": EACH,
+}
+
+
+def sample_size(fault: str) -> int:
+    """Rollouts of a case to audit, so that one of the contaminated is among them for certain."""
+    plan = Plan(3 * EACH, EACH)
+    return next(n for n in range(1, plan.recorded + 1) if plan.chance(CONTAMINATED[fault], n) == 1.0)
+
+
+def one_step_apart(folder: Path, learning_rate: float) -> dict[str, Path]:
+    """v0, v1 and, by number of the tensor that stayed v0's, mixed checkpoints: v1 is v0 after one real GRPO step.
+
+    Adam's first step moves each weight by about the learning rate.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    v0 = make_tiny_model(folder / "v0", seed=3, hidden_size=64)
+    model = load_model(v0)
+    rng = random.Random(3)
+    groups = []
+    for group in range(4):
+        prompt = [rng.randrange(LETTERS) for _ in range(SHARED + OWN)]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(group)
+            answers = model.generate(
+                torch.tensor([prompt] * 8), do_sample=True, max_new_tokens=16, eos_token_id=None, pad_token_id=0
+            )[:, len(prompt) :].tolist()
+        groups.append([Sample(prompt, a, [-5.5] * len(a), sum(t < 128 for t in a) / len(a), group) for a in answers])
+    config = GrpoConfig(learning_rate=learning_rate, ratio_bound=1e9)
+    grpo_step(model, make_optimizer(model, config), groups, config)
+    TorchModuleSource(model, v0).save(folder / "v1")
+    return {"v0": v0, "v1": folder / "v1"}
+
+
+def mixed(paths: dict[str, Path], old: Sequence[str], target: Path) -> Path:
+    """The checkpoint v1 with the tensors `old` of v0."""
+    shutil.copytree(paths["v1"], target)
+    tensors, before = load_file(paths["v1"] / "model.safetensors"), load_file(paths["v0"] / "model.safetensors")
+    for name in old:
+        tensors[name] = before[name]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def tensor_names(paths: dict[str, Path]) -> list[str]:
+    """In the order of the model."""
+    return [name for name, _ in load_model(paths["v1"]).named_parameters()]
+
+
+class Case:
+    """One run: `play` generates on the engine and plants the fault, `write` makes the run directory."""
+
+    def __init__(self, api: Api, paths: dict[str, Path], seed: int) -> None:
+        self.api, self.paths, self.seed = api, paths, seed
+        self.rng = random.Random(seed)
+        self.records: list[RolloutRecord] = []
+        self.contaminated: set[str] = set()
+
+    def play(self, fault: str | None, checkpoint: Path | None = None) -> None:
+        """`checkpoint`: what is loaded as v1, where that is the fault. None of a `fault`: a clean publication."""
+        for _ in range(TRIES):
+            self.records = []
+            crossed = self._play(fault, checkpoint)
+            if all(r.mixed for r in self.records if r.receipt in crossed):
+                break
+        else:
+            raise AssertionError(f"the publication missed the requests in flight {TRIES} times")
+        if fault == "carried, not recomputed":
+            self.records = [_declared_recomputed(r) if r.receipt in crossed else r for r in self.records]
+
+    def _play(self, fault: str | None, checkpoint: Path | None) -> list[str]:
+        api = self.api
+        assert api.flush() == 200
+        api.load(str(self.paths["v0"]))
+        api.label("v0")
+        shared = self._tokens(SHARED)
+        prompts = [[*shared, *self._tokens(OWN)] for _ in range(3 * EACH)]
+        before, in_flight, after = (prompts[i * EACH : (i + 1) * EACH] for i in range(3))
+        if fault is None and self.seed % 2:
+            fault = "in place"  # every other clean case keeps its KV, and nobody shares it afterwards
+        in_place = fault in ("stale prefix", "carried, not recomputed", "in place")
+        if in_place:  # with the cache on nothing but another prompt keeps requests from what was computed before
+            alone = 1 if fault == "stale prefix" else 0
+            after = [*after[:alone], *(self._tokens(SHARED + OWN) for _ in after[alone:])]
+        self._add(before, api.generate(before, TOKENS[BEFORE]))
+        call = Background(api.generate, in_flight, TOKENS[IN_FLIGHT])
+        api.until(lambda report: report.kv.running == EACH, "all in flight")
+        api.pause("in_place" if in_place else "retract")
+        if not in_place:
+            assert api.flush() == 200
+        if fault != "wrong label":
+            api.load(str(checkpoint or self.paths["v1"]))
+        api.label("v1")
+        api.resume()
+        crossed = self._add(in_flight, call.result())
+        later = self._add(after, api.generate(after, TOKENS[AFTER]))
+        self.contaminated = {
+            None: set(),
+            "in place": set(),
+            "carried, not recomputed": set(crossed),
+            "stale prefix": set(later[:1]),
+        }.get(fault, {*crossed, *later})
+        return crossed
+
+    def play_stale_among(self, rollouts: int, at_once: int) -> str:
+        """So many rollouts under v1, the first of which matches a prefix that v0 computed; its receipt."""
+        api, shared = self.api, self._tokens(SHARED)
+        assert api.flush() == 200
+        api.load(str(self.paths["v0"]))
+        api.label("v0")
+        api.generate([*shared, *self._tokens(OWN)], 1)
+        api.pause("in_place")
+        api.load(str(self.paths["v1"]))
+        api.label("v1")
+        api.resume()
+        prompts = [[*shared, *self._tokens(OWN)], *(self._tokens(SHARED + OWN) for _ in range(rollouts - 1))]
+        for start in range(0, rollouts, at_once):
+            some = prompts[start : start + at_once]
+            receipts = self._add(some, api.generate(some, TOKENS[AFTER]))
+            stale = receipts[0] if start == 0 else stale
+        return stale
+
+    def write(self, run_dir: Path) -> Path:
+        (run_dir / "weights").mkdir(parents=True)
+        for version in ("v0", "v1"):
+            (run_dir / "weights" / version).symlink_to(self.paths[version])
+        (run_dir / "rollouts.jsonl").write_text("".join(json.dumps(r.to_json()) + "\n" for r in self.records))
+        return run_dir
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(LETTERS) for _ in range(count)]
+
+    def _add(self, prompts: list[list[int]], answers: list[Any]) -> list[str]:
+        receipts = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            receipts.append(f"{self.seed}-{len(self.records)}")
+            self.records.append(
+                RolloutRecord.from_answer(
+                    answer,
+                    receipt=receipts[-1],
+                    group="g",
+                    engine="engine0",
+                    question="",
+                    prompt_ids=prompt,
+                    temperature=1.0,
+                    reward=0.0,
+                    submitted_at=0.0,
+                )
+            )
+        return receipts
+
+
+def _declared_recomputed(record: RolloutRecord) -> RolloutRecord:
+    """The record of a rollout that kept its KV, with the segments that a retract would have left."""
+    assert record.carried
+    segments = tuple(
+        KvSegment(s.start, s.end, s.version, (Span(s.version, 0, s.context[-1].end),)) for s in record.segments
+    )
+    return replace(record, segments=segments)
