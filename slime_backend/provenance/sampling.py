@@ -79,17 +79,19 @@ class Plan:
         """The rarest contamination, as one in so many, that `checked` rollouts find with `probability`; 0: none."""
         if not self.recorded or self.chance(self.recorded, checked) < self.probability:
             return 0
-        return self.recorded // _smallest(self.recorded, lambda k: self.chance(k, checked) >= self.probability)
+        contaminated = _smallest(self.recorded, lambda k: self.chance(k, checked) >= self.probability)
+        # The largest m for which one in m of the recorded, rounded up, are that many.
+        return self.recorded if contaminated == 1 else (self.recorded - 1) // (contaminated - 1)
 
 
 class Sample:
     """Which of the rollouts seen so far an audit of `count` checks: half the places for those that lived through a
     publication, where a fault would show; the rest by lot.
 
-    The lot of a rollout is a hash of its receipt, and the smallest lots win. So the sample of a run that still grows
-    can be checked while it grows, whatever its final size: what isn't in the sample when it comes never is later, and
-    what remains in it at the end is a random sample of the whole. About count * (1 + ln(N / count)) of N rollouts are
-    let in on the way. Holds `count` receipts at most. `count` None: every rollout.
+    A lot is a hash of the receipt, and the smallest lots win. So the sample of a run that still grows can be checked
+    while it grows, whatever its final size: what isn't in the sample when it comes never is later, and what remains in
+    it at the end is a random sample of the whole. About count * (1 + ln(N / count)) of N rollouts are let in on the
+    way. Holds `count` receipts at most. `count` None: every rollout.
     """
 
     def __init__(self, count: int | None, seed: int = 0) -> None:
@@ -102,31 +104,29 @@ class Sample:
         """Whether this rollout is in the sample of those seen so far, itself included."""
         if self.count is None:
             return True
-        item = (-self._lot(receipt), receipt)
-        loser: tuple[int, str] | None = item
+        loser: str | None = receipt
         if crossing:
-            loser = _push(self._first, item, self.count // 2)
-        if loser is not None:
-            heapq.heappush(self._rest, loser)
-        while len(self._rest) > self.count - len(self._first):
-            if heapq.heappop(self._rest) == item:
-                return False
-        return True
+            loser = _push(self._first, (-self._lot("first", receipt), receipt), self.count // 2)
+        if loser is not None:  # it draws again: who lost the first time is no worse off among the rest
+            heapq.heappush(self._rest, (-self._lot("rest", loser), loser))
+        out = heapq.heappop(self._rest)[1] if len(self._rest) > self.count - len(self._first) else None
+        return out != receipt
 
     def holds(self) -> set[str]:
         """Receipts of the sample as it stands; none where every rollout is in it."""
         return {receipt for _, receipt in (*self._first, *self._rest)}
 
-    def _lot(self, receipt: str) -> int:
-        return int.from_bytes(hashlib.blake2b(f"{self.seed}/{receipt}".encode(), digest_size=8).digest(), "big")
+    def _lot(self, draw: str, receipt: str) -> int:
+        text = f"{self.seed}/{draw}/{receipt}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _push(heap: list[tuple[int, str]], item: tuple[int, str], size: int) -> tuple[int, str] | None:
-    """Put `item` in; what falls out where the heap is full."""
+def _push(heap: list[tuple[int, str]], item: tuple[int, str], size: int) -> str | None:
+    """Put `item` in; the receipt that falls out where the heap is full."""
     if len(heap) < size:
         heapq.heappush(heap, item)
         return None
-    return heapq.heappushpop(heap, item) if size else item
+    return (heapq.heappushpop(heap, item) if size else item)[1]
 
 
 def _smallest(largest: int, enough: Callable[[int], bool]) -> int:

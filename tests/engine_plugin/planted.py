@@ -157,9 +157,8 @@ class Case:
         prompts = [[*shared, *self._tokens(OWN)], *(self._tokens(SHARED + OWN) for _ in range(rollouts - 1))]
         for start in range(0, rollouts, at_once):
             some = prompts[start : start + at_once]
-            receipts = self._add(some, api.generate(some, TOKENS[AFTER]))
-            stale = receipts[0] if start == 0 else stale
-        return stale
+            self._add(some, api.generate(some, TOKENS[AFTER]))
+        return self.records[0].receipt
 
     def write(self, run_dir: Path) -> Path:
         (run_dir / "weights").mkdir(parents=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slime_backend.local_trainer.models import load_model, make_tiny_model
 from slime_backend.provenance.records import RolloutRecord
@@ -18,6 +19,12 @@ from slime_backend.provenance.scorer import Mix, Scorer
 from slime_backend.wire import KvSegment, Prefill, Span
 
 PROMPT, OUTPUT = 60, 24
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Several would wait for each other on a machine that has other work."""
+    torch.set_num_threads(1)
 
 
 def span(version: str, start: int, end: int) -> Span:

@@ -105,8 +105,7 @@ def test_what_a_sample_finds_is_what_the_plan_asks_for(recorded, data):
     one_in = plan.finds_one_in(checked)
     if one_in:
         assert plan.rollouts(one_in) <= checked
-        fewer = -(-recorded // one_in) - 1  # contaminated
-        assert fewer == 0 or plan.chance(fewer, checked) < plan.probability
+        assert one_in == recorded or plan.rollouts(one_in + 1) > checked
     else:
         assert plan.rollouts(1) > checked
 
