@@ -55,7 +55,7 @@ def _lines(result: AuditResult) -> str:
         f"largest |log-prob difference| {result.max_abs_logprob_diff:.2g} (tolerance {result.tolerance:g})"
     )
     for kind, found in result.differences.items():
-        quantiles = ", ".join(f"{float(share):.3g}: {value:.1e}" for share, value in found["quantiles"].items())
-        lines.append(f"  {kind:<11}{found['tokens']:>9} tokens, by quantile {quantiles}")
+        quantiles = ", ".join(f"{100 * float(share):g} %: {value:.1e}" for share, value in found["quantiles"].items())
+        lines.append(f"  {kind:<11}{found['tokens']:>9} tokens; {quantiles}")
     lines.append(f"verdict: {result.verdict}")
     return "\n".join(lines) + "\n"

@@ -7,8 +7,9 @@
     missed tensor               the version before did one tensor's part
     loaded in part              the version before did the part of all tensors from one on
 
-The first four are tried over the whole rollout, with the nearest versions on disk; the last two, which take a forward
-pass per tensor, only where those don't fit, and once per kind of mix. Nothing fits: "unexplained".
+The first four are tried over the whole rollout, with the nearest versions on disk. The last two take a forward pass a
+tensor, so they are tried only where those don't fit, no more for a version where they didn't fit either, MIXES times
+in all. Nothing fits: "unexplained".
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ Fault = Literal[
     "loaded in part",
     "unexplained",
 ]
+MIXES = 2000
 NEAREST = 4  # versions to try beside the claimed one
 FITS = 0.1  # of the tolerance: a fit that is worse gives way to a better one of the costlier kind
 
@@ -58,15 +60,18 @@ class Diagnostician:
     def __init__(self, scorer: Scorer, tolerance: float) -> None:
         self.scorer, self.tolerance = scorer, tolerance
         self._mixes: dict[Mix, Hypothesis] = {}
+        self._not_mixed: set[str] = set()
+        self._left = MIXES
 
     def explain(self, record: RolloutRecord) -> Diagnosis:
         """For a record that is consistent in itself, of versions on disk, whose log-probs don't hold."""
         best, error = self._best(record, [*self._seen_mixes(record), *claims(record, self.scorer)])
         if error > FITS * self.tolerance:
-            costly, costly_error = self._best(record, mixes(record, self.scorer))
+            costly, costly_error = self._best(record, self._new_mixes(record))
             if costly_error < error:
                 best, error = costly, costly_error
         if best is None or not error <= self.tolerance:
+            self._not_mixed |= set(_versions(record))
             return Diagnosis("unexplained", "no version on disk explains it, nor two of them mixed tensor by tensor")
         if best.mix is not None:
             self._mixes[best.mix] = best
@@ -76,6 +81,12 @@ class Diagnostician:
         for mix, found in self._mixes.items():
             if mix.version in _versions(record):
                 yield replace(found, segments=record.segments)
+
+    def _new_mixes(self, record: RolloutRecord) -> Iterator[Hypothesis]:
+        for hypothesis in mixes(record, self.scorer):
+            if self._left and hypothesis.mix and hypothesis.mix.version not in self._not_mixed:
+                self._left -= 1
+                yield hypothesis
 
     def _best(
         self, record: RolloutRecord, hypotheses: Sequence[Hypothesis] | Iterator[Hypothesis]

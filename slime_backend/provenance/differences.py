@@ -20,7 +20,7 @@ from slime_backend.wire import KvSegment, Prefill
 SpanKind = Literal["own", "recomputed", "carried"]
 SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 
-LOWEST, PER_DECADE, BINS = -10, 10, 120  # 1e-10 .. 1e2 nats; what is outside counts in the outermost bin
+LOWEST, PER_DECADE, BINS = -8, 10, 100  # 1e-8 .. 1e2 nats; what is outside counts in the outermost bin
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 
 
@@ -51,7 +51,7 @@ class Differences:
         return self.largest
 
     def to_json(self) -> dict[str, Any]:
-        """`bins` from 1e-10 on; those above the last one with a token are left out."""
+        """`bins` from 1e-8 on; those above the last one with a token are left out."""
         used = max((i + 1 for i, count in enumerate(self.bins) if count), default=0)
         quantiles = {f"{share:g}": self.quantile(share) for share in QUANTILES}
         return {

@@ -82,7 +82,7 @@ def audit(result: Mapping[str, Any] | None, violations: Sequence[Mapping[str, An
         ("tolerance", _with(result.get("tolerance"), "{:g}")),
     ]
     for kind, found in (result.get("differences") or {}).items():
-        quantiles = ", ".join(f"{float(share):.3g}: {value:.1e}" for share, value in found["quantiles"].items())
+        quantiles = ", ".join(f"{100 * float(share):g} %: {value:.1e}" for share, value in found["quantiles"].items())
         figures.append((f"quantiles, {KIND_NAMES.get(kind, kind)}", f"{quantiles} ({_whole(found['tokens'])} tokens)"))
     rows = "".join(f"<tr><th>{esc(name)}</th><td>{esc(value or '-')}</td></tr>" for name, value in figures)
     text = f'<table class="narrow">{rows}</table>'
