@@ -73,7 +73,7 @@ def test_the_main_job_small(tmp_path, models_dir):
 def test_the_main_job_scoped(tmp_path, models_dir):
     """Nothing is retracted, what is in flight crosses with its KV, and the audit of the carried context holds.
 
-    Stale tokens are masked, and the rollouts outgrow one segment: the audit, beside the run, follows it through Parquet.
+    Stale tokens are masked, and the rollouts outgrow one segment; the audit follows them beside the run.
     """
     settings = (*SMALL, "name=scoped", "disjoint_prefix_sharing=scoped", "engines=1", "wandb=disabled")
     settings = (*settings, "staleness=mask_tokens", "max_version_lag=0", "rollouts_segment_mib=0.2")
@@ -102,8 +102,9 @@ def test_the_main_job_scoped(tmp_path, models_dir):
 
 
 def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_rollouts(tmp_path, models_dir):
-    """The same run with the radix cache on, an in-place pause and no flush: the audit must be able to fail. Here it goes
-    on beside the training."""
+    """The same run with the radix cache on, an in-place pause and no flush: the audit must be able to fail.
+
+    Here it goes on beside the training."""
     args = command(
         *("cpu_tiny.yaml", tmp_path, models_dir, *SMALL),
         *("name=unsafe", "disjoint_prefix_sharing=unsafe", "engines=1", "audit_rollouts=60", "wandb=disabled"),

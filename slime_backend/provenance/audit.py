@@ -124,6 +124,7 @@ class Audit:
             return
         self._checked.add(record.receipt)
         self._crossing += record.crossing
+        self._diagnostician.note(record)
         for number, segment in enumerate(record.segments if diffs else ()):
             kind = span_kind(number, record.segments, record.prefills)
             self._differences[kind].add(diffs[segment.start : segment.end])

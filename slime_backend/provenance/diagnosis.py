@@ -1,7 +1,7 @@
 """What would explain a rollout that doesn't hold: other claims are scored, and the one that fits names the fault.
 
     wrong label                 another version did all that this one is said to have done
-    stale prefix                the prompt tokens found in the radix cache were another version's
+    stale prefix                the prompt tokens found in the radix cache were another version's, or of two others
     carried, not recomputed     KV was kept across a publication; the record says that it was computed again
     recomputed, not carried     the other way round
     missed tensor               the version before did one tensor's part
@@ -14,7 +14,9 @@ in all. Nothing fits: "unexplained".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,8 +34,9 @@ Fault = Literal[
     "unexplained",
 ]
 MIXES = 2000
+ENDS = 3  # of cache entries, the most frequent ones
 NEAREST = 4  # versions to try beside the claimed one
-FITS = 0.1  # of the tolerance: a fit that is worse gives way to a better one of the costlier kind
+FITS = 0.1  # of the tolerance: such a fit ends the search
 
 Segments = tuple[KvSegment, ...]
 
@@ -62,15 +65,22 @@ class Diagnostician:
         self._mixes: dict[Mix, Hypothesis] = {}
         self._not_mixed: set[str] = set()
         self._left = MIXES
+        self._cached: Counter[int] = Counter()
+
+    def note(self, record: RolloutRecord) -> None:
+        """Where cache entries of this run end: those who match more may have matched entries of several versions."""
+        self._cached.update(p.cached for p in record.prefills if p.cached)
 
     def explain(self, record: RolloutRecord) -> Diagnosis:
         """For a record that is consistent in itself, of versions on disk, whose log-probs don't hold."""
-        best, error = self._best(record, [*self._seen_mixes(record), *claims(record, self.scorer)])
+        ends = [length for length, _ in self._cached.most_common(ENDS)]
+        cheap = itertools.chain(self._seen_mixes(record), claims(record, self.scorer, ends))
+        best, error = self._best(record, cheap)
         if error > FITS * self.tolerance:
             costly, costly_error = self._best(record, self._new_mixes(record))
             if costly_error < error:
                 best, error = costly, costly_error
-        if best is None or not error <= self.tolerance:
+        if best is None:
             self._not_mixed |= set(_versions(record))
             return Diagnosis("unexplained", "no version on disk explains it, nor two of them mixed tensor by tensor")
         if best.mix is not None:
@@ -88,31 +98,45 @@ class Diagnostician:
                 self._left -= 1
                 yield hypothesis
 
-    def _best(
-        self, record: RolloutRecord, hypotheses: Sequence[Hypothesis] | Iterator[Hypothesis]
-    ) -> tuple[Hypothesis | None, float]:
+    def _best(self, record: RolloutRecord, hypotheses: Iterable[Hypothesis]) -> tuple[Hypothesis | None, float]:
+        """The hypothesis that fits best, and how well; the first that fits well ends the search."""
         best, least = None, float("inf")
         for hypothesis in hypotheses:
-            try:
-                scored = self.scorer.score_all(record, hypothesis.segments, hypothesis.mix)
-            except WeightsGoneError:
-                continue
-            error = max(abs(a - b) for a, b in zip(scored, record.logprobs, strict=True))
+            error = self._error(record, hypothesis)
             if error < least:
                 best, least = hypothesis, error
+            if error <= FITS * self.tolerance:
+                break
         return best, least
 
+    def _error(self, record: RolloutRecord, hypothesis: Hypothesis) -> float:
+        """Largest |difference of log-prob|; infinite as soon as a segment's is over the tolerance."""
+        error = 0.0
+        for segment in hypothesis.segments:
+            try:
+                scored = self.scorer.score(record, segment, hypothesis.mix)
+            except WeightsGoneError:
+                return float("inf")
+            claimed = record.logprobs[segment.start : segment.end]
+            diffs = [abs(a - b) for a, b in zip(scored, claimed, strict=True)]
+            if not all(diff <= self.tolerance for diff in diffs):  # NaN isn't
+                return float("inf")
+            error = max(error, *diffs)
+        return error
 
-def claims(record: RolloutRecord, scorer: Scorer) -> Iterator[Hypothesis]:
+
+def claims(record: RolloutRecord, scorer: Scorer, ends: Sequence[int] = ()) -> Iterator[Hypothesis]:
     """Other versions, another cached prefix, KV kept or computed again: same weights on disk, other spans."""
+    known = scorer.versions()
     for claimed in _versions(record):
-        for other in nearest(claimed, scorer.versions()):
+        for other in nearest(claimed, known):
             text = f"{other} explains what it calls {claimed}"
             yield Hypothesis("wrong label", text, tuple(_renamed(s, claimed, other) for s in record.segments))
-    for prefill in {(p.version, p.cached): p for p in record.prefills if p.cached}.values():
-        for other in nearest(prefill.version, scorer.versions()):
-            text = f"{other} had computed the {prefill.cached} cached tokens that it calls {prefill.version}'s"
-            segments = tuple(_with_prefix(s, prefill.version, prefill.cached, other) for s in record.segments)
+    for version, cached in dict.fromkeys((p.version, p.cached) for p in record.prefills if p.cached):
+        for prefix in prefixes(version, cached, ends, known):
+            who = " and ".join(f"{span.version} ({span.start}..{span.end})" for span in prefix)
+            text = f"the {cached} cached tokens that it calls {version}'s had been computed by {who}"
+            segments = tuple(_with_prefix(s, version, prefix) for s in record.segments)
             yield Hypothesis("stale prefix", text, segments)
     kept, anew = _carried(record.segments), tuple(_recomputed(s) for s in record.segments)
     if kept != record.segments:
@@ -120,6 +144,19 @@ def claims(record: RolloutRecord, scorer: Scorer) -> Iterator[Hypothesis]:
         yield Hypothesis("carried, not recomputed", text, kept)
     if anew != record.segments:
         yield Hypothesis("recomputed, not carried", "each version computed all the KV that it sampled from", anew)
+
+
+def prefixes(version: str, cached: int, ends: Sequence[int], known: Sequence[str]) -> Iterator[tuple[Span, ...]]:
+    """Who else may have computed `cached` tokens that are said to be `version`'s: one other version; or one up to where
+    an entry ends, and behind it a second, or `version` itself."""
+    others = nearest(version, known)
+    for first in others:
+        yield (Span(first, 0, cached),)
+    for end in (e for e in ends if e < cached):
+        for first in others:
+            for second in (version, *others):
+                if second != first:
+                    yield (Span(first, 0, end), Span(second, end, cached))
 
 
 def mixes(record: RolloutRecord, scorer: Scorer) -> Iterator[Hypothesis]:
@@ -142,12 +179,11 @@ def mixes(record: RolloutRecord, scorer: Scorer) -> Iterator[Hypothesis]:
 
 
 def nearest(version: str, known: Sequence[str]) -> list[str]:
-    """Other versions by their distance in the order of publication, older first."""
-    if version not in known:
-        return list(known[-NEAREST:])
-    place = known.index(version)
+    """Other versions by their distance in the order of publication, older first; and the first of all, of which a
+    prompt that all share may have stayed."""
+    place = known.index(version) if version in known else len(known)
     others = sorted((i for i in range(len(known)) if i != place), key=lambda i: (abs(i - place), i))
-    return [known[i] for i in others[:NEAREST]]
+    return [known[i] for i in dict.fromkeys([*others[:NEAREST], *([0] if place else [])])]
 
 
 def _versions(record: RolloutRecord) -> list[str]:
@@ -164,12 +200,13 @@ def _renamed(segment: KvSegment, claimed: str, other: str) -> KvSegment:
     return KvSegment(segment.start, segment.end, name(segment.version), _merged(context))
 
 
-def _with_prefix(segment: KvSegment, version: str, length: int, other: str) -> KvSegment:
-    """`other` on the first `length` positions, where they are said to be `version`'s."""
+def _with_prefix(segment: KvSegment, version: str, prefix: Sequence[Span]) -> KvSegment:
+    """`prefix` on the first positions, where they are said to be `version`'s."""
     if segment.context[0].version != version:
         return segment
+    length = prefix[-1].end
     rest = tuple(Span(c.version, max(c.start, length), c.end) for c in segment.context if c.end > length)
-    return replace(segment, context=_merged((Span(other, 0, length), *rest)))
+    return replace(segment, context=_merged((*prefix, *rest)))
 
 
 def _carried(segments: Segments) -> Segments:
