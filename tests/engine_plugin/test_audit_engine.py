@@ -24,8 +24,8 @@ from slime_backend.provenance.sampling import Plan, Sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-CASES = int(os.environ.get("REEF_AUDIT_CASES", "3"))  # 100 for a release
-CLEAN = int(os.environ.get("REEF_AUDIT_CLEAN", "4"))  # 50
+CASES = int(os.environ.get("REEF_AUDIT_CASES", "2"))  # 100 for a release
+CLEAN = int(os.environ.get("REEF_AUDIT_CLEAN", "2"))  # 50
 POWER_CASES = int(os.environ.get("REEF_AUDIT_POWER_CASES", "20"))
 STEP = 1e-3
 TOLERANCE = 1e-5  # a tiny fp32 model differs by up to 2e-6

@@ -50,7 +50,7 @@ def config(tmp_path, tiny_directory):
         groups_ahead=3,
         audit_rollouts=12,
         audit_beside=True,
-        audit_deadline_s=120,
+        audit_deadline_s=300,
         wandb="disabled",
     )
 
@@ -59,7 +59,7 @@ def train(config, monkeypatch):
     monkeypatch.setattr(loop, "running_fleet", fake_fleet)
     said = []
     work = loop.train(config, config.run_dir, resume=False, reporter=loop.Reporter(say=said.append))
-    return asyncio.run(asyncio.wait_for(work, 200)), said
+    return asyncio.run(asyncio.wait_for(work, 400)), said
 
 
 def test_the_run_ends_with_the_audit_that_went_beside_it(config, monkeypatch):
