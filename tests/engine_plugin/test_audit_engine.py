@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 CASES = int(os.environ.get("REEF_AUDIT_CASES", "2"))  # 100 for a release
 CLEAN = int(os.environ.get("REEF_AUDIT_CLEAN", "2"))  # 50
 POWER_CASES = int(os.environ.get("REEF_AUDIT_POWER_CASES", "20"))
+SAID_EVERY = 25
 STEP = 1e-3
 TOLERANCE = 1e-5  # a tiny fp32 model differs by up to 2e-6
 
@@ -76,7 +77,9 @@ def test_a_planted_fault_is_found_and_named(fault, api, paths, tmp_path):
         assert {v.receipt for v in result.violations} <= case.contaminated
         found += result.verdict.outcome == "contaminated"
         named += {v.fault for v in result.violations} == {fault}
-    print(f"{fault}: {sample_size(fault)} of 12 audited, found {found} of {CASES}, named rightly {named}")
+        if (seed + 1) % SAID_EVERY == 0 or seed + 1 == CASES:
+            done = f"found {found} of {seed + 1}, named rightly {named}"
+            print(f"{fault}: {sample_size(fault)} of 12 audited, {done}", flush=True)
     assert found == CASES
     assert named >= 0.95 * CASES
 
