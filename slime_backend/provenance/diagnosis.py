@@ -138,7 +138,7 @@ def claims(record: RolloutRecord, scorer: Scorer, ends: Sequence[int] = ()) -> I
             text = f"the {cached} cached tokens that it calls {version}'s had been computed by {who}"
             segments = tuple(_with_prefix(s, version, prefix) for s in record.segments)
             yield Hypothesis("stale prefix", text, segments)
-    kept, anew = _carried(record.segments), tuple(_recomputed(s) for s in record.segments)
+    kept, anew = as_carried(record.segments), tuple(as_recomputed(s) for s in record.segments)
     if kept != record.segments:
         text = f"the KV of {record.segments[0].version} was kept across the publication"
         yield Hypothesis("carried, not recomputed", text, kept)
@@ -209,7 +209,7 @@ def _with_prefix(segment: KvSegment, version: str, prefix: Sequence[Span]) -> Kv
     return replace(segment, context=_merged((*prefix, *rest)))
 
 
-def _carried(segments: Segments) -> Segments:
+def as_carried(segments: Segments) -> Segments:
     """As if each publication had kept all KV: a segment's context is the one before it, continued."""
     kept: list[KvSegment] = []
     for segment in segments:
@@ -221,7 +221,7 @@ def _carried(segments: Segments) -> Segments:
     return tuple(kept)
 
 
-def _recomputed(segment: KvSegment) -> KvSegment:
+def as_recomputed(segment: KvSegment) -> KvSegment:
     return replace(segment, context=(Span(segment.version, 0, segment.context[-1].end),))
 
 

@@ -2,7 +2,8 @@
 
 The two versions are one optimiser step of 1e-3 apart, less than any step of the demo (1.7e-3 to 1e-2). The audit sees
 what it sees in a run: the records and the weights that were meant to be served. What isn't tested here: how the sample
-is drawn (tests/provenance/test_sampling.py), but for the one stale request in ten thousand.
+is drawn (tests/provenance/test_sampling.py), but for the one stale request in ten thousand; how small a step may be
+(tests/provenance/test_power.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import planted
 import pytest
 import torch
 from engine_api import Api, Serve
@@ -21,12 +21,12 @@ from planted import CONTAMINATED, Case, sample_size
 from slime_backend.local_trainer.models import load_model
 from slime_backend.provenance.audit import AuditResult, audit_run
 from slime_backend.provenance.sampling import Plan, Sample
+from tests.one_step import mixed, one_step_apart, tensor_names
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 CASES = int(os.environ.get("REEF_AUDIT_CASES", "2"))  # 100 for a release
 CLEAN = int(os.environ.get("REEF_AUDIT_CLEAN", "2"))  # 50
-POWER_CASES = int(os.environ.get("REEF_AUDIT_POWER_CASES", "20"))
 SAID_EVERY = 25
 STEP = 1e-3
 TOLERANCE = 1e-5  # a tiny fp32 model differs by up to 2e-6
@@ -34,7 +34,7 @@ TOLERANCE = 1e-5  # a tiny fp32 model differs by up to 2e-6
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return planted.one_step_apart(tmp_path_factory.mktemp("apart"), STEP)
+    return one_step_apart(tmp_path_factory.mktemp("apart"), STEP)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,11 @@ def audited(case: Case, run_dir: Path, rollouts: int | None, tolerance: float = 
 
 def checkpoint_for(fault: str, paths: dict[str, Path], folder: Path, seed: int) -> Path | None:
     """What is loaded as v1: one tensor after the other stays v0's, or the second part from changing places on."""
-    names = planted.tensor_names(paths)
+    names = tensor_names(paths)
     if fault == "missed tensor":
-        return planted.mixed(paths, [names[seed % len(names)]], folder / f"checkpoint{seed}")
+        return mixed(paths, [names[seed % len(names)]], folder / f"checkpoint{seed}")
     if fault == "loaded in part":
-        return planted.mixed(paths, names[random.Random(seed).randrange(2, len(names) - 2) :], folder / f"part{seed}")
+        return mixed(paths, names[random.Random(seed).randrange(2, len(names) - 2) :], folder / f"part{seed}")
     return None
 
 
@@ -97,29 +97,6 @@ def test_clean_publications_raise_no_alarm(api, paths, tmp_path):
         largest = max(largest, result.max_abs_logprob_diff)
     print(f"clean: {CLEAN} runs, 0 alarms, largest difference {largest:.1e}")
     assert kinds == {"own", "recomputed", "carried"}
-
-
-@pytest.mark.soak
-def test_power(api, tmp_path):
-    """The share found by the size of the step between the versions. Nothing is found where nothing moved."""
-    print(f"found of {POWER_CASES}, at tolerance 1e-4 / 1e-5")
-    for step in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-8):
-        folder = tmp_path / f"{step:g}"
-        paths = planted.one_step_apart(folder / "models", step)
-        counts = {}
-        for fault in CONTAMINATED:
-            worst = []
-            for seed in range(POWER_CASES):
-                case = Case(api, paths, seed)
-                case.play(fault, checkpoint_for(fault, paths, folder, seed))
-                run_dir = folder / f"{fault}{seed}"
-                worst.append(audited(case, run_dir, sample_size(fault), tolerance=1e9).max_abs_logprob_diff)
-            counts[fault] = [sum(w > t for w in worst) for t in (1e-4, 1e-5)]
-        print(f"{step:g}: " + ", ".join(f"{fault} {a} / {b}" for fault, (a, b) in counts.items()), flush=True)
-        if step == 1e-2:
-            assert all(found == [POWER_CASES] * 2 for found in counts.values())
-        if step == 1e-8:
-            assert all(found == [0, 0] for found in counts.values())
 
 
 @pytest.mark.soak
