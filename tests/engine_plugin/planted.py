@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from checks import reset
 from engine_api import Api, Background
 
 from slime_backend.provenance.records import RolloutRecord
@@ -65,9 +66,7 @@ class Case:
 
     def _play(self, fault: str | None, checkpoint: Path | None) -> list[str]:
         api = self.api
-        assert api.flush() == 200
-        api.load(str(self.paths["v0"]))
-        api.label("v0")
+        reset(api, {"v0": str(self.paths["v0"])})
         shared = self._tokens(SHARED)
         prompts = [[*shared, *self._tokens(OWN)] for _ in range(3 * EACH)]
         before, in_flight, after = (prompts[i * EACH : (i + 1) * EACH] for i in range(3))
@@ -76,10 +75,10 @@ class Case:
         in_place = fault in ("stale prefix", "carried, not recomputed", "in place")
         if in_place:  # with the cache on nothing but another prompt keeps requests from what was computed before
             alone = 1 if fault == "stale prefix" else 0
-            after = [*after[:alone], *(self._tokens(SHARED + OWN) for _ in after[alone:])]
+            after = [*after[:alone], *(self._apart(shared) for _ in after[alone:])]
         self._add(before, api.generate(before, TOKENS[BEFORE]))
         call = Background(api.generate, in_flight, TOKENS[IN_FLIGHT])
-        api.until(lambda report: report.kv.running == EACH, "all in flight")
+        api.until(lambda report: report.kv.running == EACH or call.done(), "all in flight")
         api.pause("in_place" if in_place else "retract")
         if not in_place:
             assert api.flush() == 200
@@ -100,15 +99,13 @@ class Case:
     def play_stale_among(self, rollouts: int, at_once: int) -> str:
         """So many rollouts under v1, the first of which matches a prefix that v0 computed; its receipt."""
         api, shared = self.api, self._tokens(SHARED)
-        assert api.flush() == 200
-        api.load(str(self.paths["v0"]))
-        api.label("v0")
+        reset(api, {"v0": str(self.paths["v0"])})
         api.generate([*shared, *self._tokens(OWN)], 1)
         api.pause("in_place")
         api.load(str(self.paths["v1"]))
         api.label("v1")
         api.resume()
-        prompts = [[*shared, *self._tokens(OWN)], *(self._tokens(SHARED + OWN) for _ in range(rollouts - 1))]
+        prompts = [[*shared, *self._tokens(OWN)], *(self._apart(shared) for _ in range(rollouts - 1))]
         for start in range(0, rollouts, at_once):
             some = prompts[start : start + at_once]
             self._add(some, api.generate(some, TOKENS[AFTER]))
@@ -123,6 +120,12 @@ class Case:
 
     def _tokens(self, count: int) -> list[int]:
         return [self.rng.randrange(LETTERS) for _ in range(count)]
+
+    def _apart(self, shared: list[int]) -> list[int]:
+        """A prompt that begins otherwise: one token in common would be a stale prefix too, and the audit finds it."""
+        while (prompt := self._tokens(SHARED + OWN))[0] == shared[0]:
+            pass
+        return prompt
 
     def _add(self, prompts: list[list[int]], answers: list[Any]) -> list[str]:
         receipts = []
