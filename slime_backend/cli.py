@@ -118,11 +118,21 @@ def audit(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
     rollouts: Annotated[int | None, typer.Option(min=1, help="how many to check; default: all")] = None,
     tolerance: Annotated[float, typer.Option(min=0.0, help="largest |difference of log-prob| that passes")] = 1e-4,
+    one_in: Annotated[
+        int, typer.Option(min=1, metavar="N", help="the contamination, one rollout in N, that it must be able to find")
+    ] = 20,
+    follow: Annotated[bool, typer.Option("--follow", help="beside a run that goes on: until it ends")] = False,
+    idle: Annotated[float, typer.Option(min=0, metavar="S", help="of --follow: end after S s without a rollout")] = 600,
+    deadline: Annotated[
+        float, typer.Option(min=0, metavar="S", help="of --follow: end S s after the run, checked or not")
+    ] = 600,
     plan: Annotated[bool, typer.Option("--plan", help="only say how many rollouts must be checked, and stop")] = False,
     probability: Annotated[float, typer.Option(metavar="P", help="of --plan: the chance to find a fault")] = 0.99,
     as_json: AsJson = False,
 ) -> None:
-    """Recompute rollouts' log-probs under the versions that they claim, and name each violation."""
+    """Recompute rollouts' log-probs under the versions that they claim, and name each violation.
+
+    Exit code 1 unless the verdict is clean."""
     if not run_dir.is_dir():
         _fail(f"no run directory {run_dir}", code=2)
     if plan:
@@ -132,29 +142,16 @@ def audit(
             _fail(f"--probability {probability:g} must lie between 0 and 1; certainty means checking all", code=2)
         print_plan(run_dir, probability, as_json)
         return
-    from slime_backend.local_trainer.console import console_reporter
-    from slime_backend.local_trainer.models import load_model
-    from slime_backend.provenance.audit import audit_run
+    from slime_backend.cli_audit import audit_command
 
-    with console_reporter(quiet=as_json) as reporter:
-        result = audit_run(
-            run_dir,
-            load_model,
-            rollouts=rollouts,
-            tolerance=tolerance,
-            progress=lambda done, total: reporter.progress("audit", done, total),
-        )
-    if as_json:
-        typer.echo(json.dumps(result.to_json()))
-    else:
-        for violation in result.violations:
-            typer.echo(f"violation: {violation}")
-        typer.echo(
-            f"audited {result.rollouts} of {result.recorded} rollouts ({result.crossing} lived through a publication), "
-            f"{result.tokens} tokens: {len(result.violations)} violations, "
-            f"largest |log-prob difference| {result.max_abs_logprob_diff:.2g} (tolerance {tolerance:g})"
-        )
-    if not result.passed:
+    if not audit_command(
+        run_dir,
+        rollouts=rollouts,
+        tolerance=tolerance,
+        one_in=one_in,
+        follow_until=(idle, deadline) if follow else None,
+        as_json=as_json,
+    ):
         raise typer.Exit(1)
 
 

@@ -67,8 +67,10 @@ class RunConfig(BaseModel):
     trainer_threads: int = Field(1, ge=1)
 
     rollouts_segment_mib: float = Field(16, gt=0, description="of rollouts.jsonl, before it becomes a Parquet segment")
-    audit_rollouts: int = Field(240, ge=0, description="rollouts to audit at the end; 0: none")
+    audit_rollouts: int = Field(240, ge=0, description="rollouts to audit; 0: none")
     audit_tolerance: float = Field(1e-4, gt=0)
+    audit_beside: bool = Field(False, description="audit in a process beside the training instead of at the end")
+    audit_deadline_s: float = Field(600, gt=0, description="of audit_beside: how long it may go on after the run's end")
     tracker: Literal["wandb", "tensorboard", "none"] = Field("wandb", description="where metrics go")
     wandb: Literal["offline", "online", "disabled"] = "offline"
     wandb_project: str = "reef-slime"

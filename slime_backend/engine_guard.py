@@ -17,9 +17,37 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 POLL_S = 0.2  # how soon the engine's own end is noticed
+STOP_S = 15.0  # a killed engine may take a while to give its memory back
 _PR_SET_PDEATHSIG = 1
+
+
+def start_guarded(command: Sequence[str], environment: Mapping[str, str], log_path: Path) -> subprocess.Popen[bytes]:
+    """For the controller: `command` behind a guard, with what it prints in `log_path`."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-S", __file__, *command],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+
+
+def end_guarded(guard: subprocess.Popen[bytes]) -> None:
+    """For the controller: end the command and all its children; returns when they are gone."""
+    if guard.stdin is not None:
+        guard.stdin.close()  # the guard reads end-of-file and ends the group
+    try:
+        guard.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        guard.kill()  # the command dies with its guard
+        guard.wait()
 
 
 def _die_with_parent() -> None:

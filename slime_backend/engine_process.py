@@ -30,7 +30,6 @@ LOOPBACK = "127.0.0.1"
 # SGLang 0.5.15.post1 puts its gRPC port 10000 above the HTTP port and doesn't start where that leaves the range
 # (server_args.py:2999).
 HIGHEST_PORT = 65535 - 10000
-STOP_S = 15.0  # a killed engine may take a while to give its memory back
 DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
 # What a run asks for: also what one SGLang or one kind of model needs, which reports "not needed" elsewhere.
 RUN_HOOKS = (*DEFAULT_HOOKS, "retract_flush", "sampled_spans", "swa_anchors")
@@ -170,16 +169,8 @@ class LocalEngine:
         }
         if self.settings.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as output:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-S", engine_guard.__file__, *self.settings.command(self.port, free_port())],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+        command = self.settings.command(self.port, free_port())
+        self._guard = engine_guard.start_guarded(command, environment, self.log_path)
 
     def alive(self) -> bool:
         return self._guard is not None and self._guard.poll() is None
@@ -211,16 +202,9 @@ class LocalEngine:
 
     def stop(self) -> None:
         """End the engine and all its children; returns when they are gone. May be called again."""
-        if self._guard is None:
-            return
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()  # the guard reads end-of-file and ends the group
-        try:
-            self._guard.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()  # the engine dies with its guard
-            self._guard.wait()
-        self._guard = None
+        if self._guard is not None:
+            engine_guard.end_guarded(self._guard)
+            self._guard = None
 
 
 @contextlib.contextmanager

@@ -41,6 +41,7 @@ def test_help_names_the_commands():
         (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "x"], "valid integer"),
         (["audit", "no/such/run"], "no run directory no/such/run"),
         (["audit", "configs", "--plan", "--probability", "1"], "certainty means checking all"),
+        (["audit", "configs", "--one-in", "0"], "Invalid value for '--one-in'"),
         (["rollouts", "no/such/run"], "no run directory no/such/run"),
         (["report", "no/such/run"], "no run directory no/such/run"),
         (["rollouts", "configs", "--class", "clean"], "there are pure, recomputed, mixed, carried"),

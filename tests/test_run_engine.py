@@ -73,10 +73,11 @@ def test_the_main_job_small(tmp_path, models_dir):
 def test_the_main_job_scoped(tmp_path, models_dir):
     """Nothing is retracted, what is in flight crosses with its KV, and the audit of the carried context holds.
 
-    Stale tokens are masked, and the rollouts outgrow one segment: the audit reads most of them from Parquet.
+    Stale tokens are masked, and the rollouts outgrow one segment; the audit follows them beside the run.
     """
     settings = (*SMALL, "name=scoped", "disjoint_prefix_sharing=scoped", "engines=1", "wandb=disabled")
     settings = (*settings, "staleness=mask_tokens", "max_version_lag=0", "rollouts_segment_mib=0.2")
+    settings = (*settings, "audit_beside=true")
     done = finish(command("cpu_tiny.yaml", tmp_path, models_dir, *settings, "audit_rollouts=60"))
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "scoped" / "summary.json").read_text())
@@ -96,13 +97,18 @@ def test_the_main_job_scoped(tmp_path, models_dir):
     assert summary["prefix_hit_rate_within_version"] > 0.9
     assert summary["audit"]["violations"] == 0
     assert summary["audit"]["crossing"] > 0
+    assert summary["audit"]["finished"]
+    assert summary["audit"]["verdict"]["outcome"] == "clean"
 
 
 def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_rollouts(tmp_path, models_dir):
-    """The same run with the radix cache on, an in-place pause and no flush: the audit must be able to fail."""
+    """The same run with the radix cache on, an in-place pause and no flush: the audit must be able to fail.
+
+    Here it goes on beside the training."""
     args = command(
         *("cpu_tiny.yaml", tmp_path, models_dir, *SMALL),
         *("name=unsafe", "disjoint_prefix_sharing=unsafe", "engines=1", "audit_rollouts=60", "wandb=disabled"),
+        "audit_beside=true",
     )
     done = finish(args)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -110,6 +116,10 @@ def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_roll
     summary = json.loads((tmp_path / "unsafe" / "summary.json").read_text())
     audit = summary["audit"]
     assert audit["violations"] > 10
+    assert audit["rollouts"] > 60
+    assert audit["verdict"]["outcome"] == "contaminated"
+    assert "stale prefix" in audit["verdict"]["text"]
+    assert "made now" not in done.stdout
     assert audit["max_abs_logprob_diff"] > 1e-3
     recorded = {json.loads(line)["receipt"] for line in (tmp_path / "unsafe" / "rollouts.jsonl").open()}
     assert set(audit["violated"]) <= recorded

@@ -70,6 +70,7 @@ def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
             if audit
             else "not run",
         ),
+        ("verdict of the audit", f"{audit['verdict']['outcome']}: {audit['verdict']['text']}" if audit else "-"),
         ("wall time, peak memory", f"{summary['wall_s']} s, {summary['peak_rss_gib']} GiB"),
         ("metrics", summary["wandb_run_dir"] or summary["tensorboard_dir"] or "none"),
     ]

@@ -2,7 +2,7 @@
 
     rollouts   worker keeps requests in flight on the engines, always
     step k     next groups -> grpo_step -> weights v<k> and trainer state on disk -> publish v<k> while they fly
-    end        drain, audit, summary, report
+    end        drain, audit (unless it goes on beside the training: audit_beside.py), summary, report
 
 Files of a run are listed in docs/runs.md.
 """
@@ -10,9 +10,8 @@ Files of a run are listed in docs/runs.md.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from slime_backend.config import RunConfig
 from slime_backend.fleet import Fleet
 from slime_backend.local_trainer import models
+from slime_backend.local_trainer.audit_beside import AuditBeside
 from slime_backend.local_trainer.batch import Batch, collect_batch
 from slime_backend.local_trainer.checkpoint import (
     load_trainer_state,
@@ -34,8 +34,9 @@ from slime_backend.local_trainer.memory import PeakMemory
 from slime_backend.local_trainer.metrics import publication_metrics, rollout_metrics
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
+from slime_backend.provenance import audit_follow
 from slime_backend.provenance.alerts import audit_alerts, publication_alerts
-from slime_backend.provenance.audit import AuditResult, audit_run
+from slime_backend.provenance.audit import AuditResult, Violation, audit_run
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.report.write import report_at_the_end
@@ -46,6 +47,8 @@ from slime_backend.publication import PublicationError, PublicationReport, publi
 from slime_backend.runs import RunError, is_used, new_run_dir
 from slime_backend.transports import DiskTransport, Transport
 from slime_backend.weight_sources.torch_module import TorchModuleSource
+
+NAMED_VIOLATIONS = 10  # of those found at once
 
 
 @dataclass(slots=True)
@@ -120,31 +123,25 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     memory = PeakMemory()
     outcome: dict[str, Any] = {"completed": False}
     audit: AuditResult | None = None
+    beside = AuditBeside(config, run_dir) if config.audit_beside and config.audit_rollouts else None
     try:
         with memory:
             async with running_fleet(config, run_dir / "weights" / version, version, run_dir, reporter.say) as fleet:
                 outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
-                run = _Run(config, fleet, model, optimizer, grpo, source, tracker, reporter, run_dir)
+                run = _Run(config, fleet, model, optimizer, grpo, source, tracker, reporter, run_dir, beside)
+                if beside is not None:
+                    beside.start()
                 try:
                     await run.steps(first_step)
                 finally:
                     await asyncio.shield(run.close())
             if config.audit_rollouts:
-                reporter.say("audit: recomputing rollouts under the versions that they claim")
-                audit = await asyncio.to_thread(
-                    audit_run,
-                    run_dir,
-                    models.load_model,
-                    rollouts=config.audit_rollouts,
-                    tolerance=config.audit_tolerance,
-                    progress=lambda done, total: reporter.progress("audit", done, total),
-                )
-                (run_dir / "audit.json").write_text(json.dumps(audit.to_json(), indent=2) + "\n")
-                tracker.alert(audit_alerts([v.receipt for v in audit.violations], audit.rollouts))
-                for violation in audit.violations[:10]:
-                    reporter.say(f"audit violation: {violation}")
+                audit = await _audit(config, run_dir, beside, reporter)
+                tell_violations(beside.news() if beside else audit.violations, tracker, reporter)
         outcome["completed"] = True
     finally:
+        if beside is not None:
+            await asyncio.to_thread(beside.stop)
         summary = write_summary(
             run_dir,
             {
@@ -162,6 +159,33 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     return summary
 
 
+async def _audit(config: RunConfig, run_dir: Path, beside: AuditBeside | None, reporter: Reporter) -> AuditResult:
+    """What the audit beside the training found; one that is made now where there is none, or it failed."""
+    if beside is not None:
+        reporter.say("audit: what is left of the audit beside the training")
+        found = await beside.result()
+        if found is not None:
+            return found
+        reporter.say(f"the audit beside the training ended early ({beside.why_not()}); it is made now")
+    reporter.say("audit: recomputing rollouts under the versions that they claim")
+    audit = await asyncio.to_thread(
+        audit_run,
+        run_dir,
+        models.load_model,
+        rollouts=config.audit_rollouts,
+        tolerance=config.audit_tolerance,
+        progress=lambda done, total: reporter.progress("audit", done, total),
+    )
+    audit_follow.save(run_dir, audit)
+    return audit
+
+
+def tell_violations(found: Sequence[Violation], tracker: Tracker, reporter: Reporter) -> None:
+    tracker.alert(audit_alerts([v.receipt for v in found]))
+    for violation in found[:NAMED_VIOLATIONS]:
+        reporter.say(f"audit violation: {violation}")
+
+
 class _Run:
     """The part of a run during which engines live."""
 
@@ -176,7 +200,9 @@ class _Run:
         tracker: Tracker,
         reporter: Reporter,
         run_dir: Path,
+        beside: AuditBeside | None,
     ) -> None:
+        self.beside = beside
         self.config, self.fleet, self.model, self.optimizer, self.grpo = config, fleet, model, optimizer, grpo
         self.source, self.tracker, self.reporter, self.run_dir = source, tracker, reporter, run_dir
         task = make_task(config.task)
@@ -215,6 +241,8 @@ class _Run:
             await asyncio.to_thread(save_trainer_state, self.run_dir, step, self.optimizer)
             report = await self._publish(version)
             self._record(step, batch, metrics, report)
+            if self.beside is not None:
+                tell_violations(self.beside.news(), self.tracker, self.reporter)
 
     def _log_decisions(self, step: int, batch: Batch) -> None:
         """A line for each rollout that isn't trained on whole and as it is, before the step: a crash keeps it."""

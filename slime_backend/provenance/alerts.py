@@ -43,12 +43,12 @@ def publication_alerts(report: PublicationReport) -> list[Alert]:
     return alerts
 
 
-def audit_alerts(receipts: Sequence[str], rollouts: int) -> list[Alert]:
-    """`receipts`: of the rollouts that don't hold, among so many that were checked."""
+def audit_alerts(receipts: Sequence[str]) -> list[Alert]:
+    """`receipts`: of the rollouts that were found not to hold."""
     if not receipts:
         return []
     names = ", ".join(receipts[:NAMED_RECEIPTS]) + (", ..." if len(receipts) > NAMED_RECEIPTS else "")
-    text = f"{len(receipts)} of {rollouts} audited rollouts don't hold: {names}; audit.json says why"
+    text = f"{len(receipts)} audited rollouts don't hold: {names}; audit.json says why"
     return [Alert("Audit violation", text, "ERROR")]
 
 

@@ -1,31 +1,28 @@
 """Recompute rollouts' log-probs under the versions that they claim, and name every one that doesn't hold.
 
-A token sampled by version v over KV that versions u, v, ... computed can be recomputed exactly: build the KV position
-by position with the version that the record names, then score. In fp32 an honest engine differs by about 1e-6, one
-stale prefix by 1e-2 and more, so the tolerance of 1e-4 lies far from both.
+In fp32 an honest engine differs by about 1e-6; by how much a fault does depends on the step between two versions:
+docs/provenance.md, "The audit at scale". `audit_run` audits a run that is there, audit_follow.py one that goes on.
 """
 
 from __future__ import annotations
 
-import random
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from slime_backend.provenance.conclusion import ONE_IN, Conclusion, conclude
+from slime_backend.provenance.diagnosis import Diagnostician
+from slime_backend.provenance.differences import SPAN_KINDS, Differences, span_kind
 from slime_backend.provenance.errors import AuditError
+from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.sampling import Plan, Sample
+from slime_backend.provenance.scorer import LoadModel, Scorer, WeightsGoneError
 from slime_backend.provenance.segments import read_rollouts
-from slime_backend.wire import KvSegment
 
 TOLERANCE = 1e-4  # |difference of log-prob|, fp32
-MODELS_IN_MEMORY = 4
-EXPLAINED_VIOLATIONS = 20  # for these the audit also looks for the version that would explain them
-
-LoadModel = Callable[[Path], Any]  # directory -> a Hugging Face causal LM in eval mode
+EXPLAINED_VIOLATIONS = 20  # for these the audit also looks for what would explain them
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +34,7 @@ class Violation:
     max_abs_diff: float
     worst_token: int  # output index
     detail: str
+    fault: str  # a `diagnosis.Fault`, "inconsistent record", "unknown version", or "not examined"
 
     def __str__(self) -> str:
         return f"{self.receipt} ({self.engine}, claims {self.claimed}): {self.detail}"
@@ -51,18 +49,116 @@ class AuditResult:
     max_abs_logprob_diff: float = 0.0
     mean_abs_logprob_diff: float = 0.0
     tolerance: float = TOLERANCE
+    gone: int = 0  # rollouts that weren't audited, because the weights that they name were removed
+    finished: bool = True  # False in what `audit_follow` writes while the run goes on
+    verdict: Conclusion | None = None
+    differences: dict[str, dict[str, Any]] = field(default_factory=dict)  # kind of span -> Differences.to_json
     violations: list[Violation] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
+        """Something was checked, and all of it holds."""
         return self.rollouts > 0 and not self.violations
+
+    @property
+    def clean(self) -> bool:
+        """As `passed`, and enough was checked."""
+        return self.verdict is not None and self.verdict.outcome == "clean"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "passed": self.passed}
 
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AuditResult:
+        known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+        verdict = data.get("verdict")
+        known["violations"] = [Violation(**v) for v in data["violations"]]
+        return cls(**{**known, "verdict": Conclusion(**verdict) if verdict else None})
+
     def summary(self) -> dict[str, Any]:
-        """As `to_json`, with violations counted; the receipts that they concern are listed beside."""
-        return {**self.to_json(), "violations": len(self.violations), "violated": [v.receipt for v in self.violations]}
+        """For `summary.json`: violations counted, their receipts beside, and no histograms."""
+        data = {key: value for key, value in self.to_json().items() if key != "differences"}
+        return {**data, "violations": len(self.violations), "violated": [v.receipt for v in self.violations]}
+
+
+class Audit:
+    """An audit under way: it is offered every rollout of the run, and checks those that it asked for.
+
+    `rollouts`: the size of the sample (None: all); `one_in`: the contamination that it must be able to find.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        load_model: LoadModel,
+        *,
+        rollouts: int | None = None,
+        tolerance: float = TOLERANCE,
+        one_in: int = ONE_IN,
+        seed: int = 0,
+    ) -> None:
+        self.run_dir, self.tolerance, self.one_in = run_dir, tolerance, one_in
+        self.scorer = Scorer(run_dir / "weights", load_model)
+        self.sample = Sample(rollouts, seed)
+        self._diagnostician = Diagnostician(self.scorer, tolerance)
+        self._differences = {kind: Differences() for kind in SPAN_KINDS}
+        self._checked: set[str] = set()
+        self._recorded = self._recorded_crossing = self._crossing = self._gone = 0
+        self._violations: list[Violation] = []
+
+    def offer(self, record: RolloutRecord) -> bool:
+        """Count a rollout; whether it is to be checked."""
+        self._recorded += 1
+        self._recorded_crossing += record.crossing
+        return self.sample.offer(record.receipt, record.crossing)
+
+    def check(self, record: RolloutRecord) -> None:
+        """Check a rollout that was asked for; one whose weights were removed since is counted and left alone."""
+        try:
+            found, diffs = check(record, self.scorer, self.tolerance)
+        except WeightsGoneError:
+            self._gone += 1
+            return
+        if found is not None and found.kind == "version" and self._were_published(record):
+            self._gone += 1
+            return
+        self._checked.add(record.receipt)
+        self._crossing += record.crossing
+        self._diagnostician.note(record)
+        for number, segment in enumerate(record.segments if diffs else ()):
+            kind = span_kind(number, record.segments, record.prefills)
+            self._differences[kind].add(diffs[segment.start : segment.end])
+        if found is not None:
+            if found.kind == "log-prob" and len(self._violations) < EXPLAINED_VIOLATIONS:
+                diagnosis = self._diagnostician.explain(record)
+                found = replace(found, fault=diagnosis.fault, detail=f"{found.detail}; {diagnosis.text}")
+            self._violations.append(found)
+
+    def result(self, *, finished: bool = True) -> AuditResult:
+        differences = {kind: d for kind, d in self._differences.items() if d.tokens}
+        tokens = sum(d.tokens for d in differences.values())
+        in_sample = len(self._checked if self.sample.count is None else self._checked & self.sample.holds())
+        plan = Plan(self._recorded, self._recorded_crossing)
+        return AuditResult(
+            rollouts=len(self._checked),
+            recorded=self._recorded,
+            tokens=tokens,
+            crossing=self._crossing,
+            max_abs_logprob_diff=max((d.largest for d in differences.values()), default=0.0),
+            mean_abs_logprob_diff=sum(d.total for d in differences.values()) / max(1, tokens),
+            tolerance=self.tolerance,
+            gone=self._gone,
+            finished=finished,
+            verdict=conclude(plan, in_sample, [v.fault for v in self._violations], self.one_in, self._gone),
+            differences={kind: d.to_json() for kind, d in differences.items()},
+            violations=list(self._violations),
+        )
+
+    def _were_published(self, record: RolloutRecord) -> bool:
+        """Whether every version that the record names was this run's, so that its weights were there once."""
+        publications = read_jsonl(self.run_dir / "publications.jsonl")
+        published = {p.get(key) for p in publications for key in ("previous_version", "version")}
+        return _named(record) <= published
 
 
 def audit_run(
@@ -71,77 +167,55 @@ def audit_run(
     *,
     rollouts: int | None = None,
     tolerance: float = TOLERANCE,
+    one_in: int = ONE_IN,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> AuditResult:
     """Audit a run directory: its ledger against `weights/<version>`.
 
     `rollouts`: how many to check; those that lived through a publication first, then a random sample (None: all).
-    Raises AuditError where nothing was recorded.
+    Reads the ledger twice, and holds no more of it than the sample. Raises AuditError where nothing was recorded.
     """
-    records = [RolloutRecord.from_json(r) for r in read_rollouts(run_dir)]
-    if not records:
+    audit = Audit(run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in, seed=seed)
+    versions: dict[str, int] = {}
+    offered: set[str] = set()
+    for row in read_rollouts(run_dir):
+        record = RolloutRecord.from_json(row)
+        audit.offer(record)
+        offered.add(record.receipt)
+        for version in record.versions:
+            versions.setdefault(version, len(versions))
+    if not offered:
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
-    result = AuditResult(recorded=len(records), tolerance=tolerance)
-    scorer = Scorer(run_dir / "weights", load_model)
-    total_diff = 0.0
-    chosen = choose(records, rollouts, seed)
+    wanted = offered if rollouts is None else audit.sample.holds()
+    chosen = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir) if row["receipt"] in wanted]
+    chosen.sort(key=lambda r: [versions[v] for v in r.versions])  # so that each model is loaded once
     for done, record in enumerate(chosen, 1):
-        found, diffs = check(record, scorer, tolerance)
-        if found is not None:
-            if len(result.violations) < EXPLAINED_VIOLATIONS:
-                found = explain(found, record, scorer, tolerance)
-            result.violations.append(found)
-        result.rollouts += 1
-        result.tokens += len(diffs)
-        result.crossing += record.crossing
-        result.max_abs_logprob_diff = max([result.max_abs_logprob_diff, *diffs])
-        total_diff += sum(diffs)
+        audit.check(record)
         if progress is not None:
             progress(done, len(chosen))
-    result.mean_abs_logprob_diff = total_diff / max(1, result.tokens)
-    return result
-
-
-def choose(records: Sequence[RolloutRecord], count: int | None, seed: int) -> list[RolloutRecord]:
-    """Half of the places go to rollouts that lived through a publication, where a fault would show; the rest are a
-    random sample. Ordered by version, so that each model is loaded once."""
-    if count is None or count >= len(records):
-        chosen = list(records)
-    else:
-        rng = random.Random(seed)
-        crossing = [r for r in records if r.crossing]
-        first = rng.sample(crossing, min(len(crossing), count // 2))
-        taken = {r.receipt for r in first}
-        rest = [r for r in records if r.receipt not in taken]
-        chosen = first + rng.sample(rest, count - len(first))
-    order = {version: i for i, version in enumerate(dict.fromkeys(v for r in records for v in r.versions))}
-    return sorted(chosen, key=lambda r: [order[v] for v in r.versions])
+    return audit.result()
 
 
 def check(record: RolloutRecord, scorer: Scorer, tolerance: float) -> tuple[Violation | None, list[float]]:
     """One rollout: its first fault, and |difference of log-prob| of every token that could be recomputed."""
 
-    def fault(kind: str, detail: str, worst: int = 0, diff: float = 0.0) -> Violation:
+    def fault(kind: str, name: str, detail: str, worst: int = 0, diff: float = 0.0) -> Violation:
         claimed = next((s.version for s in record.spans if s.start <= worst < s.end), "?")
-        return Violation(record.receipt, record.engine, claimed, kind, diff, worst, detail)
+        return Violation(record.receipt, record.engine, claimed, kind, diff, worst, detail, name)
 
     inconsistent = why_inconsistent(record)
     if inconsistent:
-        return fault("spans", inconsistent), []
-    named = {span.version for segment in record.segments for span in segment.context}
-    named |= {segment.version for segment in record.segments}
-    unknown = sorted(v for v in named if not scorer.knows(v))
+        return fault("spans", "inconsistent record", inconsistent), []
+    unknown = sorted(v for v in _named(record) if not scorer.knows(v))
     if unknown:
-        return fault("version", f"it names {', '.join(unknown)}, of which no weights were saved"), []
-    diffs: list[float] = []
-    for segment in record.segments:
-        scored = scorer.score(record, segment)
-        claimed = record.logprobs[segment.start : segment.end]
-        diffs += [abs(a - b) for a, b in zip(scored, claimed, strict=True)]
+        return fault("version", "unknown version", f"it names {', '.join(unknown)}, of which no weights were saved"), []
+    diffs = [abs(a - b) for a, b in zip(scorer.score_all(record, record.segments), record.logprobs, strict=True)]
     worst = max(range(len(diffs)), key=diffs.__getitem__, default=0)
     if diffs and not diffs[worst] <= tolerance:  # NaN is a violation too
-        return fault("log-prob", f"token {worst} differs by {diffs[worst]:.3g}", worst, diffs[worst]), diffs
+        return fault(
+            "log-prob", "not examined", f"token {worst} differs by {diffs[worst]:.3g}", worst, diffs[worst]
+        ), diffs
     return None, diffs
 
 
@@ -171,74 +245,6 @@ def why_inconsistent(record: RolloutRecord) -> str:
     return ""
 
 
-def explain(violation: Violation, record: RolloutRecord, scorer: Scorer, tolerance: float) -> Violation:
-    """Say which saved version, if any, would explain the tokens from the first wrong one on, computed throughout."""
-    if violation.kind != "log-prob":
-        return violation
-    for version in scorer.versions():
-        length = len(record.prompt_ids) + len(record.output_ids) - 1
-        whole = KvSegment.from_json(
-            {
-                "start": 0,
-                "end": len(record.output_ids),
-                "version": version,
-                "context": [{"version": version, "start": 0, "end": length}],
-            }
-        )
-        scored = scorer.score(record, whole)
-        worst = violation.worst_token
-        if abs(scored[worst] - record.logprobs[worst]) <= tolerance:
-            return Violation(
-                **{**asdict(violation), "detail": f"{violation.detail}; version {version} would explain that token"}
-            )
-    return Violation(**{**asdict(violation), "detail": f"{violation.detail}; no single saved version explains it"})
-
-
-class Scorer:
-    """Scores output tokens over KV that is built version by version. Keeps a few models in memory."""
-
-    def __init__(self, weights: Path, load_model: LoadModel) -> None:
-        self.weights = weights
-        self._load = load_model
-        self._models: OrderedDict[str, Any] = OrderedDict()
-
-    def knows(self, version: str) -> bool:
-        return (self.weights / version / "config.json").is_file()
-
-    def versions(self) -> list[str]:
-        return sorted((p.name for p in self.weights.iterdir() if self.knows(p.name)), key=lambda n: (len(n), n))
-
-    def model(self, version: str) -> Any:
-        if version in self._models:
-            self._models.move_to_end(version)
-        else:
-            self._models[version] = self._load(self.weights / version)
-            if len(self._models) > MODELS_IN_MEMORY:
-                self._models.popitem(last=False)
-        return self._models[version]
-
-    @torch.no_grad()
-    def score(self, record: RolloutRecord, segment: KvSegment) -> list[float]:
-        """Log-probs (natural, at the record's temperature) of output tokens segment.start..segment.end.
-
-        The logits at position p, which the next token is sampled from, belong to the version that computed p's KV.
-        """
-        tokens = torch.tensor([(*record.prompt_ids, *record.output_ids[: segment.end])])
-        first = len(record.prompt_ids) + segment.start - 1  # the position whose logits sampled the first token
-        past: Any = None
-        rows: list[torch.Tensor] = []
-        for span in segment.context:
-            keep = max(0, span.end - max(first, span.start))
-            output = self.model(span.version)(
-                input_ids=tokens[:, span.start : span.end],
-                past_key_values=past,
-                use_cache=True,
-                logits_to_keep=max(1, keep),  # 0 would mean all of them
-            )
-            past = output.past_key_values
-            if keep:
-                rows.append(output.logits[0, -keep:])
-        temperature = record.temperature or 1.0
-        logprobs = (torch.cat(rows).float() / temperature).log_softmax(-1)
-        sampled = tokens[0, first + 1 : first + 1 + len(logprobs)]
-        return [float(x) for x in logprobs.gather(1, sampled[:, None])[:, 0]]
+def _named(record: RolloutRecord) -> set[str]:
+    """Every version that the record names."""
+    return {c.version for s in record.segments for c in s.context} | {s.version for s in record.segments}

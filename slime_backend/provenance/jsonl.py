@@ -51,16 +51,19 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        yield from read_lines(file, path)
+        for record, _ in read_lines(file, path):
+            yield record
 
 
-def read_lines(file: BinaryIO, path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete record of an open file; `path` is what it is called in a warning."""
-    for number, line in enumerate(file, 1):
+def read_lines(file: BinaryIO, path: Path, before: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Every complete record of an open file from where it stands, with the length of its line in bytes; `path` is what
+    the file is called in a warning, `before` how many lines lie before.
+    """
+    for number, line in enumerate(file, before + 1):
         if not line.endswith(b"\n"):
             log.warning("%s: line %d was cut off and is left out", path, number)
             return
-        yield json.loads(line)
+        yield json.loads(line), len(line)
 
 
 def _drop_torn_tail(path: Path) -> int:

@@ -56,6 +56,21 @@ def lock_ledger(run_dir: Path, wait_s: float) -> TextIO | None:
             time.sleep(PAUSE_S)
 
 
+def is_written(run_dir: Path) -> bool:
+    """Whether somebody holds the lock of the run's ledger: its writer or, for a moment, a reader that mends the index.
+
+    A shared lock is tried for, so two who ask don't see each other; a writer that comes in this moment tries again.
+    """
+    try:
+        with (run_dir / FOLDER / "_lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def catch_up(index: LedgerIndex, segments: Sequence[Segment]) -> tuple[int, list[str]]:
     """Make the index say what the segments hold: (rows added, what was wrong, one line each).
 

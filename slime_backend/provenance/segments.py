@@ -13,6 +13,7 @@ has noted (segment, row) never has to note it again. Most runs have the active s
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,29 +56,51 @@ def list_segments(run_dir: Path) -> list[Segment]:
 def read_rollouts(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Every complete record of a run, oldest first, also while it is written to. A run without rollouts has none; a
     torn last line is left out.
+    """
+    yield from Tail(run_dir).new()
+
+
+class Tail:
+    """Reads a run that is being written to: each call of `new` goes on where the last one stopped.
 
     A segment may be sealed or turned into Parquet between the look for it and its opening, so each is looked for anew
-    when its turn comes, and what was opened is made sure of.
+    when its turn comes, and what was opened is made sure of. Its rows keep their order, its lines their offsets.
     """
-    done = -1
-    while True:
-        segment = next(s for s in list_segments(run_dir) if s.number > done)
-        if segment.kind == "parquet":
-            yield from parquet_module().read_rows(segment.path)
-        else:
-            try:
-                file = segment.path.open("rb")
-            except FileNotFoundError:
-                if segment == list_segments(run_dir)[-1]:
-                    return  # nothing written yet
-                continue
-            with file:
-                if not segment.sealed and list_segments(run_dir)[-1].number != segment.number:
-                    continue  # what was opened may be the one after
-                yield from read_lines(file, segment.path)
-                if not segment.sealed:
-                    return
-        done = segment.number
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._number = self._rows = self._offset = 0  # segment; records and bytes of it that were read
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """The complete records behind those that were read, oldest first."""
+        while True:
+            segment = next(s for s in list_segments(self.run_dir) if s.number >= self._number)
+            if segment.number != self._number:
+                self._go_to(segment.number)
+            if segment.kind == "parquet":
+                for row in itertools.islice(parquet_module().read_rows(segment.path), self._rows, None):
+                    self._rows += 1
+                    yield row
+            else:
+                try:
+                    file = segment.path.open("rb")
+                except FileNotFoundError:
+                    if segment == list_segments(self.run_dir)[-1]:
+                        return  # nothing written yet
+                    continue
+                with file:
+                    if not segment.sealed and list_segments(self.run_dir)[-1].number != segment.number:
+                        continue  # what was opened may be the one after
+                    file.seek(self._offset)
+                    for row, size in read_lines(file, segment.path, self._rows):
+                        self._rows, self._offset = self._rows + 1, self._offset + size
+                        yield row
+                    if not segment.sealed:
+                        return
+            self._go_to(segment.number + 1)
+
+    def _go_to(self, number: int) -> None:
+        self._number, self._rows, self._offset = number, 0, 0
 
 
 def parquet_module() -> ModuleType:

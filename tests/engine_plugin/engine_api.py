@@ -127,6 +127,9 @@ class Background:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
     def result(self) -> Any:
         self._thread.join(120)
         assert self._answer, "the call did not return"

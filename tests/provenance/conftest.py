@@ -11,13 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slime_backend.local_trainer.models import load_model, make_tiny_model
-from slime_backend.provenance.audit import Scorer
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.scorer import Mix, Scorer
 from slime_backend.wire import KvSegment, Prefill, Span
 
 PROMPT, OUTPUT = 60, 24
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Several would wait for each other on a machine that has other work."""
+    torch.set_num_threads(1)
 
 
 def span(version: str, start: int, end: int) -> Span:
@@ -55,8 +62,16 @@ class MadeRun:
         self.scorer = Scorer(directory / "weights", load_model)
         self.rng = random.Random(0)
 
-    def record(self, truth: tuple[KvSegment, ...], claim: tuple[KvSegment, ...] | None = None) -> RolloutRecord:
-        """A rollout whose log-probs follow `truth` and whose record claims `claim` (the truth, if not given)."""
+    def record(
+        self,
+        truth: tuple[KvSegment, ...],
+        claim: tuple[KvSegment, ...] | None = None,
+        *,
+        mix: Mix | None = None,
+        cached: int = 0,
+    ) -> RolloutRecord:
+        """A rollout whose log-probs follow `truth`, under mixed weights if asked, and whose record claims `claim` (the
+        truth, if not given). `cached`: tokens of the prompt that it found in the radix cache."""
         ids = tuple(self.rng.randrange(256) for _ in range(PROMPT + OUTPUT))
         claim = truth if claim is None else claim
         base: dict[str, Any] = {
@@ -72,12 +87,12 @@ class MadeRun:
             "finish_reason": "length",
             "spans": tuple(span(s.version, s.start, s.end) for s in claim),
             "segments": claim,
-            "prefills": (Prefill(1, 0, claim[0].version, 0, PROMPT),),
+            "prefills": (Prefill(1, 0, claim[0].version, cached, PROMPT),),
             "submitted_at": 0.0,
             "finished_at": 1.0,
         }
         blank = RolloutRecord(**base)
-        base["logprobs"] = tuple(x for s in truth for x in self.scorer.score(blank, s))
+        base["logprobs"] = tuple(self.scorer.score_all(blank, truth, mix))
         return RolloutRecord(**base)
 
     def write(self, records: list[RolloutRecord]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
 from slime_backend.local_trainer.models import load_model
-from slime_backend.provenance.audit import audit_run, check, choose, why_inconsistent
+from slime_backend.provenance.audit import AuditResult, audit_run, check, why_inconsistent
 from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.sampling import Sample
+from slime_backend.provenance.scorer import Scorer
 from slime_backend.wire import KvSegment, Prefill
 
 from .conftest import OUTPUT, PROMPT, carried, pure, recomputed, span
@@ -71,7 +74,10 @@ def test_a_run_with_one_bad_rollout_names_it_and_what_would_explain_it(made_run)
     result = audit_run(made_run.directory, load_model)
     assert not result.passed
     assert [v.receipt for v in result.violations] == [bad.receipt]
-    assert "version v0 would explain" in result.violations[0].detail
+    assert result.violations[0].fault == "wrong label"
+    assert "v0 explains what it calls v2" in result.violations[0].detail
+    assert result.verdict.outcome == "contaminated"
+    assert AuditResult.from_json(json.loads(json.dumps(result.to_json()))) == result
     assert result.rollouts == len(TRUE) + 1
     assert result.tokens == OUTPUT * (len(TRUE) + 1)
 
@@ -123,12 +129,41 @@ def test_an_empty_run_is_an_error(tmp_path):
         audit_run(tmp_path, load_model)
 
 
-def test_the_choice_prefers_rollouts_that_crossed(made_run):
-    records = [made_run.record(pure("v0")) for _ in range(30)] + [made_run.record(TRUE["carried"]) for _ in range(4)]
-    chosen = choose(records, 12, seed=0)
-    assert len(chosen) == len({r.receipt for r in chosen}) == 12
-    assert sum(r.mixed for r in chosen) == 4
-    assert len(choose(records, None, 0)) == len(choose(records, 99, 0)) == 34
+def test_the_choice_prefers_rollouts_that_crossed():
+    sample = Sample(12)
+    for number in range(34):
+        sample.offer(f"r{number}", crossing=number >= 30)
+    assert len(sample.holds()) == 12
+    assert sample.holds() >= {"r30", "r31", "r32", "r33"}
+
+
+def test_removed_weights_of_a_published_version_are_no_violation(made_run):
+    """A run that removes old weights: what names them can't be audited, and is counted."""
+    publications = made_run.directory / "publications.jsonl"
+    made_run.write([made_run.record(pure("v1")), made_run.record(pure("v1"), pure("v9"))])
+    assert [v.fault for v in audit_run(made_run.directory, load_model).violations] == ["unknown version"]
+    publications.write_text(json.dumps({"previous_version": "v1", "version": "v9"}) + "\n")
+    try:
+        result = audit_run(made_run.directory, load_model)
+    finally:
+        publications.unlink()
+    assert result.violations == []
+    assert (result.rollouts, result.recorded, result.gone) == (1, 2, 1)
+    assert "the weights of 1 more were no longer there" in result.verdict.text
+
+
+def test_prompts_computed_once_give_the_same_scores(made_run):
+    """Rollouts under one prompt, and under one that begins alike, against a scorer that has seen none of them."""
+    first = made_run.record(pure("v1"))
+    others = [
+        dataclasses.replace(first, prompt_ids=(*first.prompt_ids[:n], *made_run.record(pure("v1")).prompt_ids[n:]))
+        for n in (0, 1, 31, PROMPT - 1, PROMPT)
+    ]
+    seen = Scorer(made_run.directory / "weights", load_model)
+    for record in (first, *others):
+        for claim in TRUE.values():
+            fresh = Scorer(made_run.directory / "weights", load_model).score_all(record, claim)
+            assert seen.score_all(record, claim) == pytest.approx(fresh, abs=2e-6)
 
 
 def test_a_record_survives_the_file(made_run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from fractions import Fraction
 from math import comb
@@ -12,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_backend.provenance.audit import choose
-from slime_backend.provenance.sampling import Plan, chance_to_find, sample_size
+from slime_backend.provenance.sampling import Plan, Sample, chance_to_find, sample_size
 
 from .examples import example
 
@@ -67,6 +67,49 @@ def test_a_plan_grows_with_what_is_checked_and_ends_at_certainty(recorded, data)
     assert n == 1 or plan.chance(-(-recorded // one_in), n - 1) < plan.probability
 
 
+def drawn(records, count, seed):
+    sample = Sample(count, seed)
+    for record in records:
+        sample.offer(record.receipt, record.crossing)
+    return sample.holds()
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=80), st.integers(1, 40), st.integers(0, 99), st.randoms())
+def test_a_sample_can_be_checked_while_the_run_grows(crossing, count, seed, shuffle):
+    """Whatever is in it at the end was let in when it came; the order of the run plays no part; crossing come first."""
+    rollouts = [(f"r{i}", c) for i, c in enumerate(crossing)]
+    sample = Sample(count, seed)
+    let_in = {receipt for receipt, c in rollouts if sample.offer(receipt, c)}
+    assert sample.holds() <= let_in
+    assert len(sample.holds()) == min(count, len(rollouts))
+    crossed = {receipt for receipt, c in rollouts if c}
+    assert len(sample.holds() & crossed) >= min(len(crossed), count // 2)
+    other = Sample(count, seed)
+    shuffle.shuffle(rollouts)
+    for receipt, c in rollouts:
+        other.offer(receipt, c)
+    assert other.holds() == sample.holds()
+
+
+def test_few_are_let_in_on_the_way():
+    sample = Sample(100)
+    let_in = sum(sample.offer(f"r{i}", False) for i in range(10_000))
+    expected = 100 * (1 + math.log(100))  # of a random order
+    assert abs(let_in - expected) < 5 * expected**0.5
+
+
+@given(st.integers(1, 300), st.data())
+def test_what_a_sample_finds_is_what_the_plan_asks_for(recorded, data):
+    plan = Plan(recorded, data.draw(st.integers(0, recorded)))
+    checked = data.draw(st.integers(0, recorded))
+    one_in = plan.finds_one_in(checked)
+    if one_in:
+        assert plan.rollouts(one_in) <= checked
+        assert one_in == recorded or plan.rollouts(one_in + 1) > checked
+    else:
+        assert plan.rollouts(1) > checked
+
+
 @pytest.mark.parametrize("where", ["crossing", "pure", "both"])
 def test_the_audits_own_choice_is_at_least_as_good_as_planned(where):
     """2000 audits of 400 rollouts, 8 of them contaminated: found as often as the plan says, less four sigma."""
@@ -77,7 +120,7 @@ def test_the_audits_own_choice_is_at_least_as_good_as_planned(where):
     plan, checked, rounds = Plan(400, 100), 120, 2000
     random_records = crossing + pure
     random.Random(0).shuffle(random_records)
-    hits = sum(bool(bad & {r.receipt for r in choose(random_records, checked, seed)}) for seed in range(rounds))
+    hits = sum(bool(bad & drawn(random_records, checked, seed)) for seed in range(rounds))
     expected = plan.chance(len(bad), checked)
     assert hits / rounds >= expected - 4 * (expected * (1 - expected) / rounds) ** 0.5
     if where == "pure":  # where the bound is met exactly, it isn't a loose one

@@ -9,6 +9,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime_backend.provenance.differences import PER_DECADE, upper_edge
 from slime_backend.provenance.report import palette
 from slime_backend.provenance.report.hit_rate import HitRate
 
@@ -127,6 +128,53 @@ def hit_rate(rates: HitRate, versions: Sequence[str]) -> Figure | None:
 def _hit_text(version: str, first: int, last: int, tokens: int) -> str:
     which = "first admission" if last == 0 else f"admissions {first}..{last}"
     return f"{html.escape(version)}, {which}, {tokens:,} tokens of prompts"
+
+
+KIND_NAMES = {
+    "own": "own KV, at the first go",
+    "recomputed": "own KV, computed again",
+    "carried": "KV of other versions",
+}
+
+
+def differences(audit: Mapping[str, Any] | None) -> Figure | None:
+    """How far recomputed log-probs are from recorded ones, by kind of span; a line at the tolerance."""
+    kinds = (audit or {}).get("differences") or {}
+    data = []
+    for number, (kind, found) in enumerate(kinds.items()):
+        counts = found["bins"]
+        data.append(
+            {
+                "type": "bar",
+                "x": [upper_edge(i) / 10 ** (0.5 / PER_DECADE) for i in range(len(counts))],  # the middle of the bin
+                "y": counts,
+                "width": [upper_edge(i) - upper_edge(i - 1) for i in range(len(counts))],
+                "marker": {"color": palette.engine_colour(number), "line": {"width": 0}},
+                "opacity": 0.75,
+                "name": html.escape(KIND_NAMES.get(kind, kind)),
+                "hovertemplate": "about %{x:.1e}: %{y:,} tokens<extra>%{fullData.name}</extra>",
+            }
+        )
+    if not data or audit is None:
+        return None
+    layout = base_layout("|difference of log-prob|; the first bar holds all below", "tokens", height=300)
+    layout["barmode"] = "stack"
+    layout["bargap"] = 0
+    layout["xaxis"] |= {"type": "log", "exponentformat": "power", "dtick": 1}
+    tolerance = _number(audit.get("tolerance"))
+    if tolerance:
+        layout["shapes"] = [
+            {
+                "type": "line",
+                "x0": tolerance,
+                "x1": tolerance,
+                "yref": "paper",
+                "y0": 0,
+                "y1": 1,
+                "line": {"color": palette.BAD, "width": 1.5, "dash": "dot"},
+            }
+        ]
+    return {"data": data, "layout": layout}
 
 
 def _number(value: Any) -> float | None:

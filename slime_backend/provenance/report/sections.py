@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.report.charts import KIND_NAMES
 from slime_backend.provenance.report.span_svg import draw_svg
 from slime_backend.provenance.report.verdict import Verdict
 
@@ -69,7 +70,9 @@ def audit(result: Mapping[str, Any] | None, violations: Sequence[Mapping[str, An
         return (
             "<p>This run was not audited at its end. <code>reef-slime audit RUN_DIR</code> prints an audit of it.</p>"
         )
+    verdict = result.get("verdict") or {}
     figures = [
+        ("verdict", f"{verdict['outcome']}: {verdict['text']}" if verdict else None),
         ("rollouts checked", f"{_whole(result.get('rollouts'))} of {_whole(result.get('recorded'))}"),
         ("of these, lived through a publication", _whole(result.get("crossing"))),
         ("tokens recomputed", _whole(result.get("tokens"))),
@@ -78,6 +81,9 @@ def audit(result: Mapping[str, Any] | None, violations: Sequence[Mapping[str, An
         ("mean |difference of log-prob|", _with(result.get("mean_abs_logprob_diff"), "{:.2g}")),
         ("tolerance", _with(result.get("tolerance"), "{:g}")),
     ]
+    for kind, found in (result.get("differences") or {}).items():
+        quantiles = ", ".join(f"{100 * float(share):g} %: {value:.1e}" for share, value in found["quantiles"].items())
+        figures.append((f"quantiles, {KIND_NAMES.get(kind, kind)}", f"{quantiles} ({_whole(found['tokens'])} tokens)"))
     rows = "".join(f"<tr><th>{esc(name)}</th><td>{esc(value or '-')}</td></tr>" for name, value in figures)
     text = f'<table class="narrow">{rows}</table>'
     if violations:

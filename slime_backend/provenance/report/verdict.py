@@ -58,11 +58,20 @@ def _audit(audit: Mapping[str, Any] | None) -> list[Finding]:
     count = len(violations) if isinstance(violations, list) else int(violations or 0)
     scale = f"{_times(_int(audit, 'rollouts'), 'rollout')}, {_times(_int(audit, 'tokens'), 'token')}"
     if count:
-        return [Finding("bad", f"The audit found {_times(count, 'violation')} in {scale}.")]
+        return [Finding("bad", f"The audit found {_times(count, 'violation')} in {scale}{_concluded(audit)}.")]
     if not _int(audit, "rollouts"):
         return [Finding("warning", "The audit checked no rollout.")]
     largest = f"{audit['max_abs_logprob_diff']:.2g}" if "max_abs_logprob_diff" in audit else "?"
-    return [Finding("good", f"Audit: 0 violations in {scale}; the largest difference of log-prob is {largest}.")]
+    enough = (audit.get("verdict") or {}).get("outcome") != "not enough samples"
+    text = f"Audit: 0 violations in {scale}; the largest difference of log-prob is {largest}{_concluded(audit)}."
+    return [Finding("good" if enough and audit.get("finished", True) else "warning", text)]
+
+
+def _concluded(audit: Mapping[str, Any]) -> str:
+    """The audit's own verdict; none in the file of an older version."""
+    verdict = audit.get("verdict")
+    going_on = "; it was still going on" if not audit.get("finished", True) else ""
+    return (f"; {verdict['outcome']}: {verdict['text']}" if verdict else "") + going_on
 
 
 def _publications(summary: Mapping[str, Any], publications: Sequence[Mapping[str, Any]]) -> list[Finding]:

@@ -88,7 +88,16 @@ def compose(run: RunFiles, plotly: str) -> str:
                 "had computed the KV that the underlined tokens were sampled from.",
                 sections.samples(run.samples, colours, violated, summary.get("rollout_classes") or {}),
             ),
-            Section("audit", "Audit", body=sections.audit(run.audit, run.violations)),
+            Section(
+                "audit",
+                "Audit",
+                "Each token's log-prob is computed again under the versions that its record names. Right of the dotted "
+                "line, the tolerance, lies what doesn't hold."
+                if run.audit
+                else "",
+                sections.audit(run.audit, run.violations),
+                charts.differences(run.audit),
+            ),
             Section("figures-table", "All figures of the summary", body=sections.key_figures(summary)),
         ],
         footer=f"Written by reef-slime {__version__} on {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC "

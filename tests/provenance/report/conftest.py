@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from slime_backend.provenance.audit import AuditResult, Violation
+from slime_backend.provenance.conclusion import conclude
+from slime_backend.provenance.differences import Differences
+from slime_backend.provenance.sampling import Plan
 from slime_backend.provenance.summary import write_summary
 from slime_backend.publication import EngineOutcome, PublicationReport
 
@@ -22,7 +25,7 @@ HOSTILE = (
     "</script><script>document.title='owned'</script>\"'><img src=http://evil.invalid/x onerror=document.title='owned'>"
     '<a href="http://evil.invalid/">go</a>'
 )
-VIOLATION = Violation("carried-0001", "engine0", "v1", "log-prob", 0.03, 17, "token 17 differs by 0.03")
+VIOLATION = Violation("carried-0001", "engine0", "v1", "log-prob", 0.03, 17, "token 17 differs by 0.03", "stale prefix")
 
 
 def outcome(engine: str, slower: float = 0.0) -> EngineOutcome:
@@ -69,6 +72,7 @@ def write_run(
     question: str = "q",
     violations: Sequence[Violation] = (),
     reports: Sequence[PublicationReport] | None = None,
+    checked: int = 5,
 ) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     made = [replace(example(name), engine=engines[i % 2], question=question) for i, name in enumerate(SEGMENTS)]
@@ -81,7 +85,14 @@ def write_run(
         for k in (1, 2, 3)
     ]
     lines(run_dir / "steps.jsonl", steps)
-    audit = AuditResult(5, 5, 200, 4, 2e-6, 3e-7, violations=list(violations))
+    found = Differences()
+    found.add([1e-7 * i for i in range(20)])
+    audit = AuditResult(
+        *(5, 5, 200, 4, 2e-6, 3e-7),
+        verdict=conclude(Plan(5, 4), checked, [v.fault for v in violations]),
+        differences={"own": found.to_json(), "recomputed": found.to_json()},
+        violations=list(violations),
+    )
     (run_dir / "audit.json").write_text(json.dumps(audit.to_json()))
     write_summary(run_dir, {"completed": True, "audit": audit.summary(), "policy": "a policy", "wall_s": 9.5})
     return run_dir

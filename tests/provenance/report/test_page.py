@@ -14,7 +14,7 @@ from slime_backend.provenance.report.write import write_report
 from .browser import Elements, dump_dom, find_chromium
 from .conftest import HOSTILE, VIOLATION, publication
 
-CHARTS = ("reward", "lag", "hit-rate", "timeline", "publications")
+CHARTS = ("reward", "lag", "hit-rate", "timeline", "publications", "audit")
 browser = pytest.mark.skipif(find_chromium() is None, reason="no chromium is installed to open the report in")
 
 

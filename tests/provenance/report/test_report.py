@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -42,6 +43,30 @@ def test_a_violation_is_bad_named_and_drawn(make_run):
     assert read_run(run_dir).samples[0].receipt == VIOLATION.receipt
     text = write.write_report(run_dir).read_text()
     assert text.count("token 17 differs by 0.03") == 2  # in the table, and beside the drawing
+
+
+def test_too_small_a_sample_is_a_warning(make_run):
+    found = verdict_of(make_run(checked=1))
+    assert found.level == "warning"
+    assert "not enough samples: 1 of 5 rollouts audited" in found.findings[0].text
+
+
+def test_an_audit_that_still_goes_on_is_a_warning(make_run):
+    run_dir = make_run()
+    data = json.loads((run_dir / "audit.json").read_text())
+    (run_dir / "audit.json").write_text(json.dumps({**data, "finished": False}))
+    assert any("it was still going on" in f.text for f in verdict_of(run_dir).findings if f.level == "warning")
+
+
+def test_differences_are_drawn_by_kind_of_span_with_the_tolerance(make_run):
+    audit = read_run(make_run()).audit
+    figure = charts.differences(audit)
+    assert [trace["name"] for trace in figure["data"]] == ["own KV, at the first go", "own KV, computed again"]
+    for trace in figure["data"]:
+        assert sum(trace["y"]) == 20
+        assert len(trace["x"]) == len(trace["y"]) == len(trace["width"])
+    assert figure["layout"]["shapes"][0]["x0"] == audit["tolerance"]
+    assert charts.differences({**audit, "differences": {}}) is None
 
 
 def test_a_retired_engine_is_a_warning_with_its_reason(make_run):
