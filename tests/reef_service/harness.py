@@ -7,6 +7,7 @@ import itertools
 import json
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from reef_service.app import make_app
 from reef_service.config import GatewayConfig
@@ -14,7 +15,7 @@ from reef_service.gateway import running_gateway
 from reef_service.server import serving
 from reef_service.store import open_store
 from reef_service.text.tokenizer import ModelTokenizer
-from slime_backend.http_channel import HttpChannel
+from slime_backend.http_channel import read_message
 from tests.fake_fleet import fake_fleet
 
 TEMPLATE = (
@@ -55,21 +56,36 @@ class Script:
 
 
 class Client:
-    """JSON over HTTP."""
+    """JSON over HTTP, each request on a connection of its own."""
 
-    def __init__(self, url: str, token: str = "") -> None:
-        self.url, self._channel = url, HttpChannel(url)
+    def __init__(self, url: str, **headers: str) -> None:
+        self.url, self.headers = url, headers
 
-    async def call(self, method, path, body=None):
-        content = None if body is None else json.dumps(body).encode()
-        status, raw = await self._channel.request(method, path, content, 60.0)
-        return status, json.loads(raw or b"null")
+    async def call(self, method, path, body=None, **headers):
+        """(status, JSON or text, headers)."""
+        reader, writer = await self.send(method, path, body, **headers)
+        message = await read_message(reader, until_eof=True)
+        writer.close()
+        status = int(message.first_line.split(" ")[1])
+        is_json = message.headers.get("content-type", "").startswith("application/json")
+        return status, json.loads(message.body) if is_json else message.body.decode(), message.headers
 
-    async def post(self, path, body):
-        return await self.call("POST", path, body)
+    async def send(self, method, path, body=None, **headers):
+        """Only send; the connection, to be read or broken."""
+        parts = urlsplit(self.url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
+        content = b"" if body is None else json.dumps(body).encode()
+        lines = [f"{method} {path} HTTP/1.1", f"Host: {parts.netloc}", f"Content-Length: {len(content)}"]
+        lines += ["Content-Type: application/json", "Connection: close"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in {**self.headers, **headers}.items()]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + content)
+        return reader, writer
 
-    async def get(self, path):
-        return await self.call("GET", path)
+    async def post(self, path, body, **headers):
+        return (await self.call("POST", path, body, **headers))[:2]
+
+    async def get(self, path, **headers):
+        return (await self.call("GET", path, **headers))[:2]
 
 
 @asynccontextmanager
