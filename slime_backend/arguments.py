@@ -26,6 +26,13 @@ def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
             "scoped: requests share prefixes inside one weight version and keep their KV across a publication"
         ),
     )
+    group.add_argument(
+        "--reef-gateway",
+        metavar="URL",
+        help="a gateway to take samples from, with --rollout-function-path reef_service.slime_rollout.generate_rollout",
+    )
+    group.add_argument("--reef-gateway-token-file", metavar="FILE", help="its first line is the gateway's admin token")
+    group.add_argument("--reef-max-version-lag", type=int, metavar="N", help="of those samples, in publications")
     return parser
 
 

@@ -51,7 +51,10 @@ async def batch(query: Annotated[BatchQuery, Query()], request: Request) -> dict
         oldest=oldest,
         group_size=query.group_size,
     )
-    lease = await gateway.store.lease(wish)
+    try:
+        lease = await gateway.store.lease(wish)
+    except LeaseGone as error:
+        raise ApiError(409, str(error), code="lease_gone") from error
     samples = await gateway.store.samples(lease)
     gateway.plane.metrics.leased.inc(len(samples))
     place = {number: lag for lag, number in enumerate(numbers)}

@@ -49,12 +49,15 @@ class Lease:
 
 
 def give(connection: Connection, wish: Wish) -> Lease:
-    """A lease on what there is, oldest score first; without samples, and not stored, where there is nothing."""
+    """A lease on what there is, oldest score first; without samples, and not stored, where there is nothing.
+
+    Asked for again by its name, a lease that is still held is renewed. Raises LeaseGone for one that is over.
+    """
     now = time.time()
     if wish.id is not None:
         known = connection.execute(select(leases).where(leases.c.id == wish.id)).first()
         if known is not None:
-            return Lease(known.id, known.ends_at, _samples(known.samples))
+            return _renew(connection, known, now + wish.lease_s)
     identity = wish.id or uuid.uuid4().hex
     chosen = _choose(connection, wish, now)
     ends_at = now + wish.lease_s
@@ -134,6 +137,18 @@ def _choose(connection: Connection, wish: Wish, now: float) -> list[Key]:
             if len(whole) == wish.limit * wish.group_size:
                 break
     return whole
+
+
+def _renew(connection: Connection, lease: Any, ends_at: float) -> Lease:
+    samples = _samples(lease.samples)
+    if lease.acked_at is not None:
+        raise LeaseGone(f"lease {lease.id} was acknowledged; ask for the next under another name")
+    if lease.released_at is not None or not all(_holds(connection, key, lease.id) for key in samples):
+        raise LeaseGone(f"lease {lease.id} ran out or was given back; ask under another name")
+    for session, number in samples:
+        connection.execute(_only(session, number).values(lease_ends=ends_at))
+    connection.execute(update(leases).where(leases.c.id == lease.id).values(ends_at=ends_at))
+    return Lease(lease.id, ends_at, samples)
 
 
 def _only(session: str, number: int) -> Any:

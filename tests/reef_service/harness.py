@@ -68,7 +68,7 @@ class Client:
         writer.close()
         status = int(message.first_line.split(" ")[1])
         is_json = message.headers.get("content-type", "").startswith("application/json")
-        return status, json.loads(message.body) if is_json else message.body.decode(), message.headers
+        return status, json.loads(message.body) if is_json else message.body.decode("utf-8", "replace"), message.headers
 
     async def send(self, method, path, body=None, **headers):
         """Only send; the connection, to be read or broken."""

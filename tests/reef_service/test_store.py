@@ -194,8 +194,13 @@ def test_asking_again_with_the_same_lease_gives_the_same_samples(store, run_asyn
     async def work():
         for name in "ab":
             await scored(store, name, session=name)
-        first = await store.lease(Wish(limit=1, id="mine"))
-        assert await store.lease(Wish(limit=1, id="mine")) == first
+        first = await store.lease(Wish(limit=1, id="mine", lease_s=60))
+        again = await store.lease(Wish(limit=1, id="mine", lease_s=120))
+        assert again.samples == first.samples
+        assert again.ends_at > first.ends_at  # renewed
+        await store.ack("mine")
+        with pytest.raises(LeaseGone, match="was acknowledged"):
+            await store.lease(Wish(id="mine"))
 
     run_async(work())
 
