@@ -88,7 +88,10 @@ async def _run(settings: RunConfig, config: GatewayConfig, fleet: Fleet, model: 
             else:
                 typer.echo(f"gateway: {url}  (page at /, API at /docs, metrics at /metrics; Ctrl-C stops it)")
             sys.stdout.flush()
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.shield(gateway.stop())
 
 
 async def _tokenizer_directory(settings: RunConfig, client: EngineClient) -> Path:

@@ -29,6 +29,7 @@ from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import Policy
 
+GRACE_S = 5.0  # for answers that are under way when the gateway is told to stop
 NEEDED_HOOK = "kv_spans"  # without it no answer has the provenance that is to be recorded
 
 
@@ -39,6 +40,12 @@ class Gateway:
     publisher: Publisher
     watch: Watch
     started_at: float = field(default_factory=time.time)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def stop(self) -> None:
+        """Before the server is closed: pages are let go, requests end or are ended, recorded as far as they came."""
+        self.stopping.set()
+        await self.plane.close(GRACE_S)
 
     @property
     def fleet(self) -> Fleet:
@@ -98,7 +105,7 @@ async def running_gateway(
         looking.cancel()
         with suppress(asyncio.CancelledError):
             await looking
-        await plane.close()
+        await plane.close(0)
 
 
 async def join_engines(policy: Policy, urls: list[str], clients: list[EngineClient]) -> Fleet:

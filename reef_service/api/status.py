@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -53,8 +54,10 @@ async def events(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
 
     async def stream() -> AsyncIterator[bytes]:
-        while not await request.is_disconnected():
+        while not gateway.stopping.is_set() and not await request.is_disconnected():
             yield event(dumps(await gateway.state()), "state")
-            await asyncio.sleep(EVERY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(EVERY_S):
+                    await gateway.stopping.wait()
 
     return StreamingResponse(stream(), media_type="text/event-stream", headers={"cache-control": "no-cache"})

@@ -116,9 +116,9 @@ class Exchange:
         self._told = 0  # tokens that were handed on
         self._events: asyncio.Queue[Delta | Done | ApiError] = asyncio.Queue()
         self._generation: Generation | None = None
-        self._task = asyncio.create_task(self._run())
-        plane.exchanges.add(self._task)
-        self._task.add_done_callback(plane.exchanges.discard)
+        self.task = asyncio.create_task(self._run())
+        plane.exchanges.add(self)
+        self.task.add_done_callback(lambda task: plane.exchanges.discard(self))
 
     async def events(self) -> AsyncIterator[Delta | Done]:
         try:
@@ -134,11 +134,11 @@ class Exchange:
 
     def abandon(self) -> None:
         """The client has gone: nothing happens to a request that has ended."""
-        if self._task.done() or self.abandoned:
+        if self.task.done() or self.abandoned:
             return
         self.abandoned = True
         if self._generation is None:
-            self._task.cancel()  # still at the gate: there is nothing to record
+            self.task.cancel()  # still at the gate: there is nothing to record
         else:
             self._generation.stop()
 

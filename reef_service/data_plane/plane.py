@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any
 
 from reef_service.data_plane.admission import Gate
-from reef_service.data_plane.exchange import TokenRequest
-from reef_service.data_plane.generation import Generation
+from reef_service.data_plane.exchange import Exchange, TokenRequest
+from reef_service.data_plane.generation import STOP_S, Generation
 from reef_service.data_plane.limits import Limits
 from reef_service.data_plane.router import Router
 from reef_service.data_plane.sessions import Sessions
@@ -30,7 +29,7 @@ class DataPlane:
     metrics: Metrics
     model: str  # the name that clients see
     router: Router = field(init=False)
-    exchanges: set[asyncio.Task[Any]] = field(default_factory=set)
+    exchanges: set[Exchange] = field(default_factory=set)  # under way
 
     def __post_init__(self) -> None:
         self.router = Router(self.fleet)
@@ -60,8 +59,16 @@ class DataPlane:
             return []
         return [len(request.prompt_ids) - 1] if len(request.prompt_ids) > 1 else []
 
-    async def close(self) -> None:
-        """End every request that is still under way, recorded as far as it came."""
-        for task in list(self.exchanges):
-            task.cancel()
-        await asyncio.gather(*self.exchanges, return_exceptions=True)
+    async def close(self, grace_s: float) -> None:
+        """Let what is under way end within `grace_s`, then end it, recorded as far as it came."""
+        await self._until_none(grace_s)
+        for exchange in list(self.exchanges):
+            exchange.abandon()
+        await self._until_none(2 * STOP_S)
+        for exchange in list(self.exchanges):
+            exchange.task.cancel()
+
+    async def _until_none(self, seconds: float) -> None:
+        tasks = [exchange.task for exchange in self.exchanges]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
