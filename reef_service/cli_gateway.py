@@ -35,7 +35,9 @@ def up(settings: RunConfig, where: str, as_json: bool, run: Run) -> None:
     """Engines and gateway together."""
     config = gateway_config(settings.gateway, where)
     if config.engines:
-        raise ConfigError(f"{where}: gateway.engines names running engines; `up` starts its own: use `serve`, or drop it")
+        raise ConfigError(
+            f"{where}: gateway.engines names running engines; `up` starts its own: use `serve`, or drop it"
+        )
     run(_up(settings, config, as_json))
 
 
@@ -83,7 +85,12 @@ async def _run(settings: RunConfig, config: GatewayConfig, fleet: Fleet, model: 
         ):
             if as_json:
                 engines = [m.client.url for m in fleet.members.values()]
-                ready = {"gateway": url, "engines": engines, "policy": str(fleet.policy), "weight_version": fleet.version}
+                ready = {
+                    "gateway": url,
+                    "engines": engines,
+                    "policy": str(fleet.policy),
+                    "weight_version": fleet.version,
+                }
                 typer.echo(json.dumps(ready))
             else:
                 typer.echo(f"gateway: {url}  (page at /, API at /docs, metrics at /metrics; Ctrl-C stops it)")

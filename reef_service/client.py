@@ -118,7 +118,9 @@ class BatchClient:
                 break
             time.sleep(wait)
             wait = min(2 * wait, MAX_WAIT_S)
-        raise GatewayError(f"{self.url}: not enough scored samples within {deadline_s:g} s; are agents reporting scores?")
+        raise GatewayError(
+            f"{self.url}: not enough scored samples within {deadline_s:g} s; are agents reporting scores?"
+        )
 
     def ack(self, lease: str) -> int:
         """How many samples are trained on now. Raises GatewayError, status 409 where the lease ran out and somebody

@@ -45,8 +45,8 @@ class GatewayConfig(BaseModel):
             raise ValueError("engines names one engine twice")
         if not is_loopback(self.host) and (self.agent_token_file is None or self.admin_token_file is None):
             raise ValueError(
-                f"host={self.host} is reachable from other machines; give agent_token_file and admin_token_file, or use "
-                "127.0.0.1"
+                f"host={self.host} is reachable from other machines; give agent_token_file and admin_token_file, or "
+                "use 127.0.0.1"
             )
         return self
 

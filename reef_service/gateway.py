@@ -1,7 +1,7 @@
 """The gateway: everything that lives as long as the process does, put together and taken apart.
 
-    async with running_gateway(config, fleet, model, store, run_dir) as gateway:
-        app = make_app(gateway)
+async with running_gateway(config, fleet, model, store, run_dir) as gateway:
+    app = make_app(gateway)
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ async def running_gateway(
     for member in fleet.members.values():
         if NEEDED_HOOK not in member.hooks:
             raise EngineUnfit(
-                f"engine {member.name}: the gateway records where every token came from, and the hook {NEEDED_HOOK} "
-                f"isn't active; start the engine with REEF_SLIME_HOOKS={','.join((*fleet.policy.needed_hooks, NEEDED_HOOK))}"
+                f"engine {member.name}: a gateway records where every token came from; the hook {NEEDED_HOOK} isn't "
+                f"active; start the engine with REEF_SLIME_HOOKS={','.join((*fleet.policy.needed_hooks, NEEDED_HOOK))}"
             )
     gate = Gate(limit=config.max_concurrent, queue=config.max_waiting, hold_s=config.hold_s)
     metrics = Metrics(fleet, gate)
@@ -120,7 +120,9 @@ async def join_engines(policy: Policy, urls: list[str], clients: list[EngineClie
     for client in clients:
         await admit(fleet, client)
     if not fleet.routable():
-        raise FleetError(f"no engine is confirmed at version {version!r}; a publisher that died may have left them paused")
+        raise FleetError(
+            f"no engine is confirmed at version {version!r}; a publisher that died may have left them paused"
+        )
     return fleet
 
 

@@ -1,8 +1,8 @@
 """Publications behind the gate: while the engines are paused, requests wait in front of them.
 
-    prepare     the engines still answer, the gate is open
-    pause ...   the gate is closed; what is on the engines stays there and goes on afterwards
-    resumed     the gate opens; whoever waited goes in, in the order of arrival
+prepare     the engines still answer, the gate is open
+pause ...   the gate is closed; what is on the engines stays there and goes on afterwards
+resumed     the gate opens; whoever waited goes in, in the order of arrival
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Publisher:
             gated = GatedTransport(transport, self.gate)
             try:
                 report = await publish(self.fleet, gated, version)
-            except FileNotFoundError as error:
-                raise ApiError(400, str(error)) from error
+            except OSError as error:  # of the checkpoint: nothing else of a publication reads files
+                raise ApiError(400, f"the checkpoint can't be read: {str(error)[:300]}", param="checkpoint") from error
             except PublicationError as error:
                 await self._keep(error.report, checkpoint)
                 raise ApiError(502, str(error), code="publication_failed") from error

@@ -1,9 +1,9 @@
 """slime's `--rollout-function-path reef_service.slime_rollout.generate_rollout`: a step's samples come from a gateway.
 
 Agents ask the gateway and report scores; a step waits until there are `rollout_batch_size` groups of
-`n_samples_per_prompt` (by the header x-reef-group; single samples where that is 1) and takes them under a lease. The lease
-is acknowledged once slime has saved a checkpoint that was trained on it, or at the next step where slime saves none. A run
-that crashed asks again under the same names and gets what it had; nothing is trained on twice, nothing is lost.
+`n_samples_per_prompt` (by the header x-reef-group; single samples where that is 1) and takes them under a lease. The
+lease is acknowledged once slime has saved a checkpoint that was trained on it, or at the next step where slime saves
+none. A run that crashed asks again under the same names and gets what it had; nothing is trained on twice or lost.
 
 slime's data source isn't asked: what is trained on is what agents did.
 """
@@ -81,7 +81,7 @@ def to_groups(args: Any, batch: Batch, rollout_id: int) -> list[list[Any]]:
 
 
 def to_slime(sample: Sample, index: int, group: int) -> Any:
-    """One trajectory as slime's Sample: every turn after the first prompt is response, masked where it wasn't sampled."""
+    """One trajectory as slime's Sample: all that follows the first prompt is response, masked where not sampled."""
     from slime.utils.types import Sample as SlimeSample
 
     cut = sample.finish_reason == "length"

@@ -360,7 +360,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     from slime_backend.runs import RunError
 
     usage = (ConfigError, PolicyError)
-    failures = (
+    failures: tuple[type[BaseException], ...] = (
         BenchError,
         EngineError,
         EngineStartError,

@@ -181,7 +181,9 @@ def test_a_stream_is_read_line_by_line(run_async, raw, expected):
     assert read_stream(run_async, RawServer(raw)) == expected
 
 
-@pytest.mark.parametrize("raw", [CHUNKED + b"5\r\na\nb", CHUNKED + b"zz\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na"])
+@pytest.mark.parametrize(
+    "raw", [CHUNKED + b"5\r\na\nb", CHUNKED + b"zz\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na"]
+)
 def test_a_stream_that_is_cut_off_is_a_connection_error(run_async, raw):
     with pytest.raises(ConnectionError, match="the stream broke"):
         read_stream(run_async, RawServer(raw, close=True))

@@ -101,11 +101,15 @@ def _tools(body: MessagesRequest) -> list[dict[str, Any]]:
     if kind == "none":
         return []
     if kind != "auto":
-        raise bad_request("tool_choice must be auto or none: a forced call isn't what the model would sample", "tool_choice")
+        raise bad_request(
+            "tool_choice must be auto or none: a forced call isn't what the model would sample", "tool_choice"
+        )
     found = []
     for i, tool in enumerate(body.tools or ()):
         if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
-            raise bad_request(f"tools[{i}] needs a name and an input_schema; only the client's own tools work here", "tools")
+            raise bad_request(
+                f"tools[{i}] needs a name and an input_schema; only the client's own tools work here", "tools"
+            )
         function = {
             "name": tool["name"],
             "description": tool.get("description") or "",

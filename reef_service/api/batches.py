@@ -24,7 +24,9 @@ class BatchQuery(BaseModel):
 
     limit: int = Field(64, ge=1, le=4096, description="samples, or groups where group_size is given")
     lease_s: float | None = Field(None, gt=0, le=7 * 86400, description="default: gateway.lease_s")
-    lease: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,200}$", description="yours; asking again gives the same")
+    lease: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._:-]{1,200}$", description="yours; asking again gives the same"
+    )
     holder: str = Field("", max_length=200)
     min_score: float | None = Field(None, allow_inf_nan=False)
     max_score: float | None = Field(None, allow_inf_nan=False)

@@ -94,16 +94,16 @@ async def _asked(body: ChatRequest, request: Request) -> TokenRequest:
         stop=common.stop_texts(body.stop),
         stream=bool(body.stream),
     )
-    return await from_messages(
-        common.plane_of(request), asked, normalise(body.messages), tools=tools, options=options
-    )
+    return await from_messages(common.plane_of(request), asked, normalise(body.messages), tools=tools, options=options)
 
 
 def _tools(body: ChatRequest) -> list[dict[str, Any]]:
     if body.tool_choice == "none":
         return []
     if body.tool_choice not in (None, "auto"):
-        raise bad_request("tool_choice must be auto or none: a forced call isn't what the model would sample", "tool_choice")
+        raise bad_request(
+            "tool_choice must be auto or none: a forced call isn't what the model would sample", "tool_choice"
+        )
     for i, tool in enumerate(body.tools or ()):
         function = tool.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):

@@ -33,4 +33,8 @@ async def publish(body: PublicationBody, request: Request) -> dict[str, Any]:
 @router.get("", summary="The last publications, newest first")
 async def publications(request: Request) -> dict[str, Any]:
     found = await request.app.state.gateway.store.publications(50)
-    return {"publications": [{**p, "report": brief(json.loads(p["report"])) if p["report"] != "{}" else None} for p in found]}
+    return {
+        "publications": [
+            {**p, "report": brief(json.loads(p["report"])) if p["report"] != "{}" else None} for p in found
+        ]
+    }

@@ -16,8 +16,8 @@ from reef_service.errors import ApiError, bad_request
 router = APIRouter(tags=["data plane"])
 
 _TAKEN = (
-    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos",
-    "stop_token_ids", "min_new_tokens", "json_schema", "regex", "ebnf", "sampling_seed", "custom_params",
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "ignore_eos", "stop_token_ids", "min_new_tokens", "json_schema", "regex", "ebnf", "sampling_seed", "custom_params",
 )  # fmt: skip
 _HANDLED = ("max_new_tokens", "stop", "n", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 
@@ -81,7 +81,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
             text += "".join(piece.text for piece in event.pieces)
             ids += event.ids
             logprobs += [[logprob, token, None] for logprob, token in zip(event.logprobs, event.ids, strict=True)]
-            meta = {"id": receipt, "finish_reason": None, "completion_tokens": len(ids)}
+            meta: dict[str, Any] = {"id": receipt, "finish_reason": None, "completion_tokens": len(ids)}
             if body.return_logprob:
                 meta["output_token_logprobs"] = logprobs
             yield common.event({"text": text, "output_ids": ids, "meta_info": meta})

@@ -160,7 +160,9 @@ class Exchange:
             raise
         except Exception:
             log.exception("request %s failed", self.receipt)
-            self._events.put_nowait(ApiError(500, f"the gateway failed; its log has the reason (receipt {self.receipt})"))
+            self._events.put_nowait(
+                ApiError(500, f"the gateway failed; its log has the reason (receipt {self.receipt})")
+            )
 
     async def _generate(self) -> Done:
         request = self.request
@@ -258,12 +260,12 @@ class Exchange:
             )
         except StoreError as error:
             log.error("turn %s is not stored: %s", record.receipt, error)
-            raise ApiError(503, "the answer could not be stored, so it is not given; try again", retry_after=1) from error
+            raise ApiError(
+                503, "the answer could not be stored, so it is not given; try again", retry_after=1
+            ) from error
         if state in CONTINUABLE and request.session:
             self.plane.sessions.add(request.session, record.receipt, history, tokens)
         self.plane.metrics.turn(record, state, request.api)
         finish = "tool_calls" if self.answer.calls and record.finish_reason == "stop" else record.finish_reason
         cached = int(generation.meta.get("cached_tokens") or 0)
-        return Done(
-            record, state, self.answer, finish, self.stop_text, cached, generation.meta, placed.trajectory
-        )
+        return Done(record, state, self.answer, finish, self.stop_text, cached, generation.meta, placed.trajectory)

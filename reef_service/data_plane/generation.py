@@ -58,7 +58,7 @@ class Generation:
         return self.meta.get("finish_reason") or {}
 
     async def run(self) -> AsyncIterator[tuple[int, int]]:
-        """Raises EngineRefused for a request that is itself wrong, RequestLost or FleetError where no engine is left."""
+        """Raises EngineRefused for a request that is itself wrong, RequestLost or FleetError with no engine left."""
         reason = ""
         while self.attempts < ATTEMPTS:
             self.attempts += 1
@@ -169,7 +169,9 @@ class Generation:
             logprobs = [float(entry[0]) for entry in entries[-new:]]
             if len(ids) != new or len(logprobs) != new:
                 raise EngineProtocolError(
-                    self.engine, "POST /generate", f"{len(ids)} tokens and {len(logprobs)} log-probs where {new} are new"
+                    self.engine,
+                    "POST /generate",
+                    f"{len(ids)} tokens and {len(logprobs)} log-probs where {new} are new",
                 )
             self.output_ids += ids
             self.logprobs += logprobs
@@ -202,4 +204,3 @@ class _when_gone:
 
     def __exit__(self, *exc: object) -> None:
         self._task.cancel()
-

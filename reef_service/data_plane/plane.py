@@ -1,4 +1,4 @@
-"""What all requests share: the fleet with its router and gate, the store with its sessions, the tokenizer, the limits."""
+"""What all requests share: the fleet with router and gate, the store with its sessions, the tokenizer, the limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From messages, a text or token ids to a TokenRequest: the prompt in tokens, built on the session's turns before it."""
+"""From messages, a text or token ids to a TokenRequest: the prompt in tokens, built on the session's earlier turns."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ async def from_messages(
     def history(answer: Answer, tokens: list[int]) -> History:
         told = {"role": "assistant", "content": answer.content}
         if answer.calls:
-            told["tool_calls"] = m.normalise([{"role": "assistant", "tool_calls": [c.to_json() for c in answer.calls]}])[
-                0
-            ]["tool_calls"]
+            told["tool_calls"] = m.normalise(
+                [{"role": "assistant", "tool_calls": [c.to_json() for c in answer.calls]}]
+            )[0]["tool_calls"]
         whole = [*messages, told]
         return History("chat", len(whole), m.digests(whole, head)[-1])
 
@@ -133,4 +133,3 @@ def _request(
         stop=asked.stop,
         parser=parser,
     )
-

@@ -66,11 +66,15 @@ def state_of(generation: Generation, *, abandoned: bool) -> TurnState:
 
 
 def clip(meta: Mapping[str, Any], prompt: int, count: int) -> dict[str, list[dict[str, Any]]]:
-    """Spans and segments over the first `count` output tokens: what lies behind a stop text isn't part of the answer."""
+    """Spans and segments over the first `count` output tokens: what lies behind a stop text isn't in the answer."""
     if not all(isinstance(meta.get(key), list) for key in (SAMPLED_SPANS_KEY, KV_PROVENANCE_KEY)):
         return {}  # the record says what is missing
     segments = [
-        {**segment, "end": (end := min(segment["end"], count)), "context": _clipped(segment["context"], prompt + end - 1)}
+        {
+            **segment,
+            "end": (end := min(segment["end"], count)),
+            "context": _clipped(segment["context"], prompt + end - 1),
+        }
         for segment in meta[KV_PROVENANCE_KEY]
         if segment["start"] < count
     ]

@@ -7,8 +7,8 @@ where there is least to do.
     prefix        the engine with the longest run of the prompt's blocks, if that is at least one block
     load          fewest requests in flight
 
-What an engine has in its cache isn't asked but remembered: the blocks of the prompts that were sent there, forgotten when
-the fleet moves to another version, because nothing cached is reused across a publication.
+What an engine has in its cache isn't asked but remembered: the blocks of the prompts that were sent there, forgotten
+when the fleet moves to another version, because nothing cached is reused across a publication.
 """
 
 from __future__ import annotations

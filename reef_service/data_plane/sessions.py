@@ -48,7 +48,9 @@ class Sessions:
     async def parent(self, session: str, kind: str, digest_of: DigestOf) -> Parent | None:
         """The longest turn of `session` that the request begins with."""
         known = await self._of(session)
-        mine = [(history, tokens, receipt) for receipt, (history, tokens) in known.turns.items() if history.kind == kind]
+        mine = [
+            (history, tokens, receipt) for receipt, (history, tokens) in known.turns.items() if history.kind == kind
+        ]
         mine.sort(key=lambda entry: (entry[0].length, entry[1]), reverse=True)
         for history, _, receipt in mine:
             if digest_of(history.length) == history.digest:

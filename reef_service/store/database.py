@@ -60,7 +60,7 @@ class Database:
 
     def _take_lock(self, path: str) -> None:
         if self.is_sqlite:
-            lock = Path(path + ".lock").open("w")
+            lock = Path(path + ".lock").open("w")  # noqa: SIM115 - held as long as the database is open
             self._lock = lock
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +95,7 @@ def _prepare_sqlite(connection: Any, record: Any) -> None:
     connection.isolation_level = None  # transactions begin where we say so
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode = WAL")
-    # With the write-ahead log, FULL is what makes a commit survive a power cut; a kill of this process it survives anyway.
+    # With the write-ahead log, FULL is what makes a commit survive a power cut; a kill it survives anyway.
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_S * 1000}")
     cursor.close()

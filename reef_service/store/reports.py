@@ -84,9 +84,9 @@ def _concerned(connection: Connection, report: Report) -> list[tuple[str, int]]:
             named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise UnknownReceipts(f"no turn is stored under {named}")
         return sorted({(row.session, row.trajectory) for row in rows if row.trajectory >= 0})
-    rows = connection.execute(
+    found = connection.execute(
         select(trajectories.c.session, trajectories.c.number).where(trajectories.c.session == report.session)
     ).all()
-    if not rows:
+    if not found:
         raise UnknownReceipts(f"no turn is stored in session {report.session!r}")
-    return [(row.session, row.number) for row in rows]
+    return [(row.session, row.number) for row in found]

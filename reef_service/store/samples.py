@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Column, Connection, func, select
 
 from reef_service.store.leases import Key
 from reef_service.store.schema import leases, publications, trajectories, turns
-from reef_service.store.turns import CONTINUABLE, History, record_of, unpack_floats, unpack_ids
+from reef_service.store.turns import CONTINUABLE, History, record_of, unpack_ids
 from slime_backend.provenance.records import RolloutRecord
 
 
@@ -111,9 +111,8 @@ def read_turn(connection: Connection, receipt: str) -> dict[str, Any] | None:
 
 def read_counts(connection: Connection) -> dict[str, Any]:
     """What the page and the metrics show of the store."""
-    c = trajectories.c["class"]
-    classes = dict(connection.execute(select(turns.c["class"], func.count()).group_by(turns.c["class"])).all())  # type: ignore[arg-type]
-    states = dict(connection.execute(select(turns.c.state, func.count()).group_by(turns.c.state)).all())  # type: ignore[arg-type]
+    classes = _counted(connection, turns.c["class"])
+    states = _counted(connection, turns.c.state)
     t = trajectories.c
     total, scored, trained, leased = connection.execute(
         select(func.count(), func.count(t.scored_at), func.count(t.trained_at), func.count(t.lease_ends))
@@ -121,7 +120,7 @@ def read_counts(connection: Connection) -> dict[str, Any]:
     open_leases = connection.scalar(
         select(func.count()).where(leases.c.acked_at.is_(None), leases.c.released_at.is_(None))
     )
-    sessions = connection.scalar(select(func.count(func.distinct(c.table.c.session))))
+    sessions = connection.scalar(select(func.count(func.distinct(t.session))))
     return {
         "classes": {name or "unproven": count for name, count in classes.items()},
         "states": states,
@@ -136,7 +135,10 @@ def read_counts(connection: Connection) -> dict[str, Any]:
 
 def read_publications(connection: Connection, limit: int) -> Sequence[dict[str, Any]]:
     """The newest first, as JSON without reports."""
-    rows = connection.execute(
-        select(publications).order_by(publications.c.number.desc()).limit(limit)
-    ).mappings()
+    rows = connection.execute(select(publications).order_by(publications.c.number.desc()).limit(limit)).mappings()
     return [dict(row) for row in rows]
+
+
+def _counted(connection: Connection, column: Column[str]) -> dict[str, int]:
+    """Value of a column -> how many rows have it."""
+    return {row[0]: row[1] for row in connection.execute(select(column, func.count()).group_by(column))}

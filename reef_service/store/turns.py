@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, bindparam, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, bindparam, func, insert, select, update
 
 from reef_service.store.schema import publications, trajectories, turns
 from slime_backend.provenance.classes import CLASSES
@@ -177,7 +177,7 @@ def stronger(one: str, other: str) -> str:
     return max(one, other, key=CLASSES.index)  # type: ignore[arg-type]
 
 
-def record_of(row: Mapping[str, Any], *, group: str = "", reward: float = 0.0) -> RolloutRecord:
+def record_of(row: RowMapping, *, group: str = "", reward: float = 0.0) -> RolloutRecord:
     """The record of a row of `turns`."""
     provenance = json.loads(row["provenance"])
     return RolloutRecord(

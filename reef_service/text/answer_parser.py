@@ -45,6 +45,7 @@ class AnswerParser:
         self._mode: Literal["reasoning", "content", "tool_call"] = "reasoning" if thinking_already else "content"
         self._rest = ""
         self._begun = False  # some content that isn't blank, or a call, is out
+        self._blanks = ""  # what stood before <tool_call>
         self._trim = False  # blanks at the beginning of what comes next belong to a tag
 
     def push(self, text: str) -> list[Piece]:
@@ -57,8 +58,7 @@ class AnswerParser:
     def finish(self) -> list[Piece]:
         found = self.push("")
         if self._mode == "tool_call":
-            self._mode = "content"
-            self._give(found, CALL + self._rest)
+            self._no_call(found, self._rest)
         else:
             self._give(found, self._rest)
         self._rest = ""
@@ -73,7 +73,7 @@ class AnswerParser:
             self._rest, self._mode = after, "content"
             call = parse_call(body)
             if call is None:
-                self._give(found, CALL + body + END_CALL)
+                self._no_call(found, body + END_CALL)
             else:
                 found.append(Piece("tool_call", call=call))
                 self._begun = self._trim = True
@@ -92,9 +92,15 @@ class AnswerParser:
         before, self._rest = self._rest[:place], self._rest[place + len(tag) :]
         if tag != THINK:
             self._give(found, before.rstrip())
+            self._blanks = before[len(before.rstrip()) :]
         self._mode = {THINK: "reasoning", END_THINK: "content", CALL: "tool_call"}[tag]  # type: ignore[assignment]
         self._trim = True
         return True
+
+    def _no_call(self, found: list[Piece], text: str) -> None:
+        """What began like a call is content, as it stands."""
+        self._mode, self._trim = "content", False
+        self._give(found, self._blanks + CALL + text)
 
     def _give(self, found: list[Piece], text: str) -> None:
         if self._trim:

@@ -1,6 +1,6 @@
 """Messages in the one form that templates take and histories are told by.
 
-    {"role": ..., "content": text, "reasoning_content": ..., "tool_calls": [{"function": {"name", "arguments": {}}}], ...}
+{"role": ..., "content": text, "reasoning_content": ..., "tool_calls": [{"function": {"name", "arguments": {}}}], ...}
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from reef_service.errors import bad_request
@@ -72,10 +73,9 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         raise bad_request(f"{where}.function.name is missing", where)
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        try:
+        # A model may write anything, and a client hands it back; the template shows it as it is.
+        with suppress(ValueError):
             arguments = json.loads(arguments)
-        except ValueError:  # a model may write anything, and a client hands it back; the template shows it as it is
-            pass
     found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
         found["id"] = call["id"]

@@ -50,7 +50,7 @@ class FakeEngine:
         token_s: float = TOKEN_S,
         answer: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
-        """`answer`: what a prompt's ids are answered with, until the end or `max_new_tokens`; TOKEN for ever without."""
+        """`answer`: what a prompt's ids are answered with, up to `max_new_tokens`; without, TOKEN for ever."""
         self.label = version
         self.loaded = version  # the weights that really are in memory
         self.latency_s = latency_s

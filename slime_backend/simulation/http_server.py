@@ -74,7 +74,9 @@ class HttpServer:
 
 async def _send_events(writer: asyncio.StreamWriter, reply: Reply) -> None:
     assert reply.events is not None
-    writer.write(b"HTTP/1.1 %d \r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n" % reply.status)
+    writer.write(
+        b"HTTP/1.1 %d \r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n" % reply.status
+    )
     async with aclosing(reply.events) as events:  # so that a client that goes away ends what makes them
         async for piece in events:
             content = piece.encode()

@@ -19,7 +19,8 @@ from slime_backend.http_channel import read_message
 from tests.fake_fleet import fake_fleet
 
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role if m.role in ('system', 'user', 'assistant') else 'user' }}|>{{ m.content or '' }}"
+    "{% for m in messages %}<|{{ m.role if m.role in ('system', 'user', 'assistant') else 'user' }}|>"
+    "{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}{# knows <think> #}"
 )
@@ -97,9 +98,11 @@ async def gateway_on(tmp_path, *texts, engines=2, sharing="retract", end=True, u
     with open_store(url or f"sqlite:///{tmp_path}/gateway.sqlite") as store:
         async with fake_fleet(engines, sharing, **engine) as (fleet, fakes):
             settings = GatewayConfig(port=0, **(config or {}))
-            async with running_gateway(settings, fleet, model, store, tmp_path / "run") as gateway:
-                async with serving(make_app(gateway), "127.0.0.1", 0) as base:
-                    yield Client(base), gateway, fakes
+            async with (
+                running_gateway(settings, fleet, model, store, tmp_path / "run") as gateway,
+                serving(make_app(gateway), "127.0.0.1", 0) as base,
+            ):
+                yield Client(base), gateway, fakes
 
 
 async def until(condition, seconds=10.0):

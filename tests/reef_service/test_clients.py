@@ -1,4 +1,4 @@
-"""The official clients, unchanged, against the gateway: chats, completions, messages; streamed or not; tools, reasoning."""
+"""The official clients, unchanged: chats, completions, messages; streamed or not; tools and reasoning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def anthropic_client(client):
 def test_openai_chat(tmp_path, run_async):
     async def work():
         async with gateway_on(tmp_path, ANSWER) as (client, gateway, _), openai_client(client) as api:
-            raw = await api.chat.completions.with_raw_response.create(model="m", messages=USER, tools=TOOLS, logprobs=True)
+            raw = await api.chat.completions.with_raw_response.create(
+                model="m", messages=USER, tools=TOOLS, logprobs=True
+            )
             return raw, raw.parse(), await gateway.store.turn(raw.headers["x-reef-receipt"])
 
     raw, answer, turn = run_async(work())
@@ -66,11 +68,14 @@ def test_openai_stream_helper(tmp_path, run_async):
     strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
 
     async def work():
-        async with gateway_on(tmp_path, ANSWER) as (client, _, _), openai_client(client) as api:
-            async with api.chat.completions.stream(model="m", messages=USER, tools=strict) as stream:
-                async for _ in stream:
-                    pass
-                return await stream.get_final_completion()
+        async with (
+            gateway_on(tmp_path, ANSWER) as (client, _, _),
+            openai_client(client) as api,
+            api.chat.completions.stream(model="m", messages=USER, tools=strict) as stream,
+        ):
+            async for _ in stream:
+                pass
+            return await stream.get_final_completion()
 
     message = run_async(work()).choices[0].message
     assert (message.content, message.tool_calls[0].function.name) == ("I look.", "look")
@@ -121,7 +126,7 @@ def test_anthropic_messages(tmp_path, run_async):
     assert one.usage.output_tokens == other.usage.output_tokens
     assert one.usage.input_tokens + one.usage.cache_read_input_tokens == counted.input_tokens
     assert one.reef["receipt"]
-    assert [e.type for e in events][::len(events) - 1] == ["message_start", "message_stop"]
+    assert [e.type for e in events][:: len(events) - 1] == ["message_start", "message_stop"]
     assert events[-1].reef["class"] == "pure"
 
 
@@ -157,11 +162,10 @@ def test_errors_are_what_the_clients_expect(tmp_path, run_async, path):
                     assert refused.value.body["param"] == "n"
             else:
                 async with anthropic_client(client) as api:
+                    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+                    picture = [{"role": "user", "content": [image]}]
                     with pytest.raises(anthropic.BadRequestError, match="takes text only") as refused:
-                        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-                        await api.messages.create(
-                            model="m", max_tokens=9, messages=[{"role": "user", "content": [image]}]
-                        )
+                        await api.messages.create(model="m", max_tokens=9, messages=picture)
                     assert refused.value.body["error"]["type"] == "invalid_request_error"
 
     run_async(work())

@@ -34,7 +34,7 @@ def text_of(events):
 
 def test_a_stream_lives_through_a_publication(tmp_path, run_async):
     async def work():
-        async with gateway_on(tmp_path, "x" * 80) as (client, gateway, engines):
+        async with gateway_on(tmp_path, "x" * 80) as (client, gateway, _):
             reader, _ = await client.send("POST", "/v1/chat/completions", {**CHAT, "stream": True})
             await reader.readuntil(b"x")
             status, report = await client.post(
@@ -43,9 +43,9 @@ def test_a_stream_lives_through_a_publication(tmp_path, run_async):
             assert (status, report["state"], report["unconfirmed"]) == (200, "resumed", {})
             events, done = await read_stream(reader)
             reef = next(e["reef"] for e in events if "reef" in e)
-            return events, done, await gateway.store.turn(reef["receipt"]), await gateway.store.publications()
+            return done, await gateway.store.turn(reef["receipt"]), await gateway.store.publications()
 
-    events, done, turn, publications = run_async(work())
+    done, turn, publications = run_async(work())
     assert done
     assert [s["version"] for s in turn["spans"]] == ["v0", "v1"]
     assert (turn["state"], turn["class"], len(turn["output_ids"])) == ("complete", "mixed", 81)
@@ -55,7 +55,7 @@ def test_a_stream_lives_through_a_publication(tmp_path, run_async):
 
 def test_the_weights_of_each_version_are_linked_for_audits(tmp_path, run_async):
     async def work():
-        async with gateway_on(tmp_path, "x") as (client, gateway, _):
+        async with gateway_on(tmp_path, "x") as (client, _, _):
             await client.post("/reef/publications", {"version": "v1", "checkpoint": checkpoint(tmp_path, "a")})
 
     run_async(work())
@@ -183,9 +183,7 @@ def test_a_failed_publication_leaves_the_old_version_serving(tmp_path, run_async
                 "/reef/publications", {"version": "v1", "checkpoint": checkpoint(tmp_path, "v1")}
             )
             assert status == 502, body
-            again = await client.post(
-                "/reef/publications", {"version": "v0", "checkpoint": str(tmp_path / "v1")}
-            )
+            again = await client.post("/reef/publications", {"version": "v0", "checkpoint": str(tmp_path / "v1")})
             nothing = await client.post("/reef/publications", {"version": "v2", "checkpoint": str(tmp_path / "none")})
             answer = await client.post("/v1/chat/completions", CHAT)
             return body, again, nothing, answer, gateway.plane.gate.closed

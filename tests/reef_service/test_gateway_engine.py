@@ -27,9 +27,11 @@ async def gateway_on_engine(engine, sources, tiny_model, tmp_path):
     async with fleet_on(engine, decide("disjoint", "retract")) as (fleet, client):
         await load(client, sources["a"], tmp_path)
         with open_store(f"sqlite:///{tmp_path}/run/gateway.sqlite") as store:
-            async with running_gateway(GatewayConfig(), fleet, tiny_model, store, tmp_path / "run") as gateway:
-                async with serving(make_app(gateway), "127.0.0.1", 0) as url:
-                    yield Client(url), gateway
+            async with (
+                running_gateway(GatewayConfig(), fleet, tiny_model, store, tmp_path / "run") as gateway,
+                serving(make_app(gateway), "127.0.0.1", 0) as url,
+            ):
+                yield Client(url), gateway
 
 
 def chat(*said, **more):

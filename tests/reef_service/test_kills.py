@@ -1,4 +1,4 @@
-"""kill -9 of the gateway under load: everything that was acknowledged is there afterwards. REEF_GATEWAY_KILLS=50 for more."""
+"""kill -9 of the gateway under load: all that was acknowledged is there afterwards. REEF_GATEWAY_KILLS=50 for more."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Load:
             turn += 1
             body = {"messages": [{"role": "user", "content": f"{number} {turn}"}], "max_tokens": 8}
             try:
-                status, answer = await self.client.post("/v1/chat/completions", body, x_reef_session=f"a{number}-{turn}")
+                status, answer = await self.client.post(
+                    "/v1/chat/completions", body, x_reef_session=f"a{number}-{turn}"
+                )
                 if status != 200:
                     continue
                 receipt = answer["reef"]["receipt"]

@@ -47,7 +47,7 @@ async def busy_gateway(client, tmp_path, engines):
 
 def test_the_page_shows_what_there_is(tmp_path, run_async):
     async def work():
-        async with gateway_on(tmp_path, "yes", engines=3, config={"watch_s": 0.1}) as (client, gateway, engines):
+        async with gateway_on(tmp_path, "yes", engines=3, config={"watch_s": 0.1}) as (client, _, engines):
             await busy_gateway(client, tmp_path, engines)
             dom = await browse(client.url + "/?still", tmp_path, "--dump-dom")
             await browse(client.url + "/?still", tmp_path, f"--screenshot={tmp_path}/page.png")

@@ -50,7 +50,12 @@ def test_who_may_do_what(tmp_path, run_async, tokens, path, body, anybody, agent
         async with gateway_on(tmp_path, "yes", config=tokens) as (client, _, _):
             method = "GET" if body is None else "POST"
             found = []
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Bearer {AGENT}"}, {"x_api_key": ADMIN}):
+            for headers in (
+                {},
+                {"authorization": "Bearer wrong"},
+                {"authorization": f"Bearer {AGENT}"},
+                {"x_api_key": ADMIN},
+            ):
                 found.append((await client.call(method, path, body, **headers))[0])
             return found
 
@@ -92,7 +97,10 @@ def test_tokens_are_compared_by_digest():
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({"host": "0.0.0.0"}, "host=0.0.0.0 is reachable from other machines; give agent_token_file and admin_token_file"),
+        (
+            {"host": "0.0.0.0"},
+            "host=0.0.0.0 is reachable from other machines; give agent_token_file and admin_token_file",
+        ),
         ({"host": "0.0.0.0", "agent_token_file": "a"}, "is reachable from other machines"),
         ({"host": "example.org"}, "is reachable from other machines"),
         ({"prot": 1}, "unknown key 'prot'; did you mean 'port'?"),
@@ -101,7 +109,7 @@ def test_tokens_are_compared_by_digest():
     ],
 )
 def test_unsafe_and_wrong_settings_are_one_line(section, expected):
-    with pytest.raises(ConfigError, match="c.yaml: gateway") as refused:
+    with pytest.raises(ConfigError, match=r"c\.yaml: gateway") as refused:
         gateway_config(section, "c.yaml")
     assert expected in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -121,7 +129,13 @@ def test_a_bad_token_file_is_one_line_without_the_token(tmp_path):
 
 
 def test_limits(tmp_path, run_async):
-    limits = {"max_body_mib": 0.01, "max_prompt_tokens": 50, "max_output_tokens": 5, "max_concurrent": 1, "max_waiting": 0}
+    limits = {
+        "max_body_mib": 0.01,
+        "max_prompt_tokens": 50,
+        "max_output_tokens": 5,
+        "max_concurrent": 1,
+        "max_waiting": 0,
+    }
 
     async def work():
         async with gateway_on(tmp_path, "a long answer", config=limits) as (client, gateway, _):

@@ -34,7 +34,7 @@ def test_a_chat_goes_on_token_by_token(tmp_path, run_async):
             api = Api(client, gateway.store)
             first, one = await api.ask("/v1/chat/completions", chat("hi"))
             said = first["choices"][0]["message"]["content"]
-            second, two = await api.ask("/v1/chat/completions", chat("hi", said, "more"))
+            _, two = await api.ask("/v1/chat/completions", chat("hi", said, "more"))
             return one, two, gateway.plane.tokenizer
 
     one, two, tokenizer = run_async(work())

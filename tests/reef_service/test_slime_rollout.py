@@ -107,14 +107,12 @@ def test_it_waits_for_agents_and_says_when_nobody_reports(tmp_path, run_async, s
     monkeypatch.setattr(slime_rollout, "WAIT_S", 1.0)
 
     async def work():
-        async with gateway_on(tmp_path, "yes") as (client, gateway, _):
+        async with gateway_on(tmp_path, "yes") as (client, _, _):
             await scored(client, 1)
             with pytest.raises(GatewayError, match="not enough scored samples within 1 s; are agents reporting scores"):
                 await asyncio.to_thread(slime_rollout.generate_rollout, arguments(client), 0, None)
             monkeypatch.setattr(slime_rollout, "WAIT_S", 20.0)
-            waiting = asyncio.create_task(
-                asyncio.to_thread(slime_rollout.generate_rollout, arguments(client), 0, None)
-            )
+            waiting = asyncio.create_task(asyncio.to_thread(slime_rollout.generate_rollout, arguments(client), 0, None))
             await asyncio.sleep(0.2)
             await scored(client, 2)
             return await waiting

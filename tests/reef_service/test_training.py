@@ -98,7 +98,7 @@ def test_a_trainer_that_asks_again_gets_the_same_batch(tmp_path, run_async):
 
 def test_reports_many_times_at_once_are_one(tmp_path, run_async):
     async def work():
-        async with gateway_on(tmp_path, "yes") as (client, gateway, _):
+        async with gateway_on(tmp_path, "yes") as (client, _, _):
             _, answer = await client.post("/v1/chat/completions", CHAT)
             body = {"id": "r", "score": 1.0, "receipts": [answer["reef"]["receipt"]]}
             return await asyncio.gather(*(client.post("/reef/report", body) for _ in range(20)))
