@@ -15,6 +15,7 @@ from reef_service.text.template import ChatTemplate
 # Tags that structure an answer; kept in the text where a tokenizer has them as special tokens.
 KEPT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 LAGGING = 32  # tokens that may wait for the rest of a character before they are shown as they are
+WINDOW = 24  # tokens that are decoded together
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
 
 
@@ -76,19 +77,23 @@ class TextStream:
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._from = self._shown = 0  # the text of ids[_from:_shown] is out
+        self._from = self._shown = 0  # the text of ids[_from:_shown] is `_before`, and is out
+        self._before = ""
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The text that `ids` complete; with `last` whatever is left."""
         self._ids += ids
         # Decoded with some tokens before it: what a token looks like depends on its neighbours.
-        before = self._tokenizer.decode(self._ids[self._from : self._shown])
         now = self._tokenizer.decode(self._ids[self._from :])
         waits = now.endswith("�") and len(self._ids) - self._shown < LAGGING
-        if len(now) <= len(before) or (waits and not last):
+        if len(now) <= len(self._before) or (waits and not last):
             return ""
-        self._from, self._shown = self._shown, len(self._ids)
-        return now[len(before) :]
+        new = now[len(self._before) :]
+        self._shown, self._before = len(self._ids), now
+        if self._shown - self._from > WINDOW:
+            self._from = self._shown - WINDOW // 2
+            self._before = self._tokenizer.decode(self._ids[self._from :])
+        return new
 
 
 def _read(path: Path) -> dict[str, Any]:

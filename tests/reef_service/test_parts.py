@@ -201,7 +201,9 @@ def test_the_tiny_models_tokens_are_those_of_transformers(tiny_model):
     ours, theirs = ModelTokenizer(tiny_model), load_tokenizer(tiny_model)
     messages = CONVERSATIONS[0][0]
     text = ours.template.render(messages)
-    assert ours.encode(text) == list(theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    assert ours.encode(text) == list(
+        theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    )
     assert ours.end_ids == (theirs.eos_token_id,)
 
 
@@ -225,7 +227,10 @@ def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
 ANSWERS = {
     "plain": ("Hello <b> there", [("content", "Hello <b> there")]),
     "reasoning": ("<think>\nhm\n</think>\n\nyes", [("reasoning", "hm"), ("content", "yes")]),
-    "call": ('I do.\n<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>', [("content", "I do."), ("f", '{"a": 1}')]),
+    "call": (
+        'I do.\n<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',
+        [("content", "I do."), ("f", '{"a": 1}')],
+    ),
     "two calls": (
         '<tool_call>{"name":"f"}</tool_call>\n<tool_call>{"name":"g","parameters":{}}</tool_call>',
         [("f", "{}"), ("g", "{}")],
@@ -263,7 +268,11 @@ def test_without_tags_in_the_template_nothing_is_cut():
 def test_what_clients_change_when_they_hand_an_answer_back_does_not_count():
     ours = [
         {"role": "user", "content": "u"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"b":1, "a":2}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "f", "arguments": '{"b":1, "a":2}'}}],
+        },
     ]
     theirs = [
         {"role": "user", "content": [{"type": "text", "text": "u"}]},
