@@ -1,9 +1,9 @@
 """What the gateway adds to a direct call, and what idle sessions cost: `python scripts/measure_gateway.py [ROUNDS]`.
 
-Two fake engines and the gateway (`reef-slime serve`) live in processes of their own; this one asks, CONCURRENT at a time,
-in turn directly and through the gateway, whole answers and streams, by token ids. Prints medians over all requests of all
-rounds in milliseconds, their differences, and the gateway's memory after SESSIONS sessions. The fake engines take some of
-the machine too, so on few cores the figures are upper bounds.
+Two fake engines and the gateway (`reef-slime serve`) live in processes of their own; this one asks, CONCURRENT at a
+time, in turn directly and through the gateway, whole answers and streams, by token ids. Prints medians over all
+requests of all rounds in milliseconds, their differences, and the gateway's memory after SESSIONS sessions. The fake
+engines take some of the machine too, so on few cores the figures are upper bounds.
 """
 
 from __future__ import annotations
