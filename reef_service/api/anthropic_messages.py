@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from reef_service.api import common
-from reef_service.data_plane.exchange import Answer, Delta, Done
+from reef_service.data_plane.answers import Answer, Delta, Done
 from reef_service.data_plane.prompts import Asked, from_messages
 from reef_service.errors import ApiError, bad_request
 from reef_service.text.answer_parser import Piece

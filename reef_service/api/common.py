@@ -14,7 +14,8 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from reef_service.data_plane.exchange import Delta, Done, Exchange, TokenRequest
+from reef_service.data_plane.answers import Delta, Done, TokenRequest
+from reef_service.data_plane.exchange import Exchange
 from reef_service.data_plane.plane import DataPlane
 from reef_service.errors import ApiError, bad_request
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from reef_service.api import common
-from reef_service.data_plane.exchange import Delta, Done, TokenRequest
+from reef_service.data_plane.answers import Delta, Done, TokenRequest
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.prompts import Asked, from_messages
 from reef_service.errors import ApiError, bad_request

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from reef_service.api import common
 from reef_service.api.openai_chat import error_event, finish_reason, usage_of
-from reef_service.data_plane.exchange import Delta, Done
+from reef_service.data_plane.answers import Delta, Done
 from reef_service.data_plane.prompts import Asked, from_ids, from_text
 from reef_service.errors import bad_request
 

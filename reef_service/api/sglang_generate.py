@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from reef_service.api import common
-from reef_service.data_plane.exchange import Delta, Done
+from reef_service.data_plane.answers import Delta, Done
 from reef_service.data_plane.prompts import Asked, from_ids, from_text
 from reef_service.errors import ApiError, bad_request
 

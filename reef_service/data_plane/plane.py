@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from reef_service.data_plane.admission import Gate
-from reef_service.data_plane.exchange import Exchange, TokenRequest
+from reef_service.data_plane.answers import TokenRequest
+from reef_service.data_plane.exchange import Exchange
 from reef_service.data_plane.generation import STOP_S, Generation
 from reef_service.data_plane.limits import Limits
 from reef_service.data_plane.router import Router

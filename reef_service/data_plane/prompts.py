@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reef_service.data_plane.exchange import Answer, TokenRequest
+from reef_service.data_plane.answers import Answer, TokenRequest
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.sessions import Parent, digest_of_ids, digest_of_text
 from reef_service.errors import bad_request

@@ -9,8 +9,9 @@ from typing import Any
 from sqlalchemy import Column, Connection, func, select
 
 from reef_service.store.leases import Key
+from reef_service.store.packing import unpack_ids
 from reef_service.store.schema import leases, publications, trajectories, turns
-from reef_service.store.turns import CONTINUABLE, History, record_of, unpack_ids
+from reef_service.store.turns import CONTINUABLE, History, record_of
 from slime_backend.provenance.records import RolloutRecord
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sqlalchemy import Connection, RowMapping, bindparam, func, insert, select, update
 
+from reef_service.store.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from reef_service.store.schema import publications, trajectories, turns
 from slime_backend.provenance.classes import CLASSES
 from slime_backend.provenance.records import RolloutRecord
@@ -56,22 +54,6 @@ class Placed:
 
     trajectory: int
     forked: bool  # it begins a trajectory although its session has others
-
-
-def pack_ids(ids: Sequence[int]) -> bytes:
-    return _bytes(array("i", ids))
-
-
-def unpack_ids(data: bytes) -> array[int]:
-    return _array("i", data)
-
-
-def pack_floats(values: Sequence[float]) -> bytes:
-    return _bytes(array("d", values))
-
-
-def unpack_floats(data: bytes) -> array[float]:
-    return _array("d", data)
 
 
 # Built once: to build a statement costs SQLAlchemy several times what SQLite needs to run it.
@@ -213,17 +195,3 @@ def _oldest(connection: Connection, record: RolloutRecord) -> int:
     """
     numbers = [connection.scalar(_NUMBERS_OF_VERSION, {"version": name}) for name in record.versions]
     return min((number or 0 for number in numbers), default=0)
-
-
-def _bytes(values: array[Any]) -> bytes:
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
-
-
-def _array(code: str, data: bytes) -> array[Any]:
-    values: array[Any] = array(code)
-    values.frombytes(data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values

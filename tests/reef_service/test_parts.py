@@ -301,3 +301,23 @@ def test_output_is_bounded_by_limit_and_context(prompt, asked, expected):
 def test_what_has_no_room_is_refused(prompt, asked):
     with pytest.raises(ApiError):
         Limits(context=100, prompt=99, output=40).output_for(prompt, asked)
+
+
+@pytest.mark.parametrize("count", range(1, 11))
+def test_a_record_that_is_cut_at_a_stop_text_still_holds(count):
+    from reef_service.data_plane.recording import clip
+    from slime_backend.provenance.audit import why_inconsistent
+    from slime_backend.provenance.records import RolloutRecord
+    from tests.reef_service.examples import turn
+
+    whole = turn("r", output=range(10), versions=("v0", "v1", "v2")).record.to_json()
+    assert why_inconsistent(RolloutRecord.from_json({**whole, "output_ids": [1], "logprobs": [-1.0]}))  # the control
+    cut = clip({"weight_versions": whole["spans"], "kv_provenance": whole["segments"]}, 3, count)
+    kept = {
+        **whole,
+        "output_ids": whole["output_ids"][:count],
+        "logprobs": whole["logprobs"][:count],
+        "spans": cut["weight_versions"],
+        "segments": cut["kv_provenance"],
+    }
+    assert why_inconsistent(RolloutRecord.from_json(kept)) == ""
