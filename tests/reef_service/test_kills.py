@@ -15,7 +15,7 @@ from slime_backend.simulation.fake_engine import FakeEngine
 from tests.reef_service.gateway_process import GatewayProcess
 from tests.reef_service.harness import Client, until
 
-KILLS = int(os.environ.get("REEF_GATEWAY_KILLS", "2"))
+KILLS = int(os.environ.get("REEF_GATEWAY_KILLS", "1"))
 
 
 class Load:

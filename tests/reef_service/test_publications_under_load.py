@@ -18,9 +18,9 @@ from slime_backend.engine_client import Deadlines
 from tests.reef_service.harness import gateway_on
 from tests.reef_service.test_faults import checkpoint
 
-SECONDS = float(os.environ.get("REEF_GATEWAY_SECONDS", "6"))
+SECONDS = float(os.environ.get("REEF_GATEWAY_SECONDS", "3"))
 CLIENTS = int(os.environ.get("REEF_GATEWAY_CLIENTS", "16"))
-EVERY_S = 2.0
+EVERY_S = 2.0 if SECONDS > 10 else 0.7
 TOKEN_S = 0.02 if CLIENTS <= 16 else 0.1  # all of it runs in this one process
 
 
