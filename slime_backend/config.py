@@ -76,6 +76,8 @@ class RunConfig(BaseModel):
     wandb_project: str = "reef-slime"
     wandb_artifacts: bool = Field(False, description="at the end, weight versions and rollouts as W&B artifacts")
 
+    gateway: dict[str, Any] | None = Field(None, description="of `serve` and `up`; checked by reef_service.config")
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         if self.ports and len(self.ports) != self.engines:
@@ -136,13 +138,25 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         if not separator or not key:
             raise ConfigError(f"--set {override!r}: give it as key=value")
         try:
-            data[key.strip().replace("-", "_")] = yaml.safe_load(value)
+            found = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {override!r}: the value isn't valid YAML") from error
+        _put(data, key.strip().replace("-", "_"), found)
     # YAML reads a bare off/on as a boolean; here it is a mode's name.
     if isinstance(data.get("disjoint_prefix_sharing"), bool):
         data["disjoint_prefix_sharing"] = "retract" if data["disjoint_prefix_sharing"] else "off"
     return make_config(data, str(path))
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set `key`; gateway.port means the key port of the section gateway."""
+    section, dot, name = key.partition(".")
+    if not dot:
+        data[key] = value
+    elif isinstance(data.setdefault(section, {}), dict):
+        data[section][name] = value
+    else:
+        raise ConfigError(f"--set {key}={value!r}: {section} isn't a section")
 
 
 def make_config(data: dict[str, Any], where: str) -> RunConfig:

@@ -39,7 +39,7 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
     """
     reason = ""
     for attempt in range(1, ATTEMPTS + 1):
-        await _wait_routable(fleet)
+        await wait_routable(fleet)
         with fleet.routed() as member:
             try:
                 answer = await _unless_retired(member, body)
@@ -52,7 +52,7 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
             except EngineError as error:
                 reason = str(error)
                 # One broken connection isn't a dead engine; an engine that answers nothing is.
-                if member.status != "retired" and not await _alive(member):
+                if member.status != "retired" and not await still_alive(member):
                     fleet.retire(member, f"a request failed and it no longer answers: {error.seen}")
             else:
                 if answer is None or member.status == "retired":
@@ -79,7 +79,8 @@ async def _unless_retired(member: Member, body: Mapping[str, Any]) -> dict[str, 
         await asyncio.gather(call, gone, return_exceptions=True)
 
 
-async def _alive(member: Member) -> bool:
+async def still_alive(member: Member) -> bool:
+    """Whether the engine answers /health, asked a few times."""
     for _ in range(HEALTH_TRIES):
         if await member.client.healthy(HEALTH_S):
             return True
@@ -87,7 +88,8 @@ async def _alive(member: Member) -> bool:
     return False
 
 
-async def _wait_routable(fleet: Fleet) -> None:
+async def wait_routable(fleet: Fleet) -> None:
+    """Return once some engine is routable. Raises FleetError where none will be, or none is for WAIT_FOR_ENGINE_S."""
     until = time.monotonic() + WAIT_FOR_ENGINE_S
     while not fleet.routable():
         left = until - time.monotonic()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from slime_backend.http_channel import HttpChannel
+from slime_backend.http_channel import HttpChannel, Stream
 from slime_backend.policy import PauseMode
 from slime_backend.wire import REPORT_KEY, SchedulerReport, WireError
 
@@ -261,6 +262,56 @@ class EngineClient:
         if not isinstance(answer, dict) or "meta_info" not in answer:
             raise EngineProtocolError(self.name, "POST /generate", f"no meta_info in {_one_line(str(answer))}")
         return answer
+
+    @asynccontextmanager
+    async def generate_stream(self, body: Mapping[str, Any]) -> AsyncIterator[AnswerStream]:
+        """One /generate call whose answers come as they are sampled. Raises as `call` does, while reading too."""
+        content = json.dumps({**body, "stream": True}, separators=(",", ":")).encode()
+        what = "POST /generate"
+        try:
+            async with self._channel.stream("/generate", content, self.deadlines.generate) as stream:
+                if stream.status >= 400:
+                    text = b"\n".join([line async for line in stream.lines()]).decode("utf-8", "replace")
+                    raise EngineRefused(self.name, what, f"HTTP {stream.status}: {_one_line(text)}")
+                yield AnswerStream(self.name, stream)
+        except TimeoutError as error:
+            raise EngineTimeout(self.name, what, f"nothing within {self.deadlines.generate:g} s") from error
+        except ConnectionError as error:
+            raise EngineUnreachable(self.name, what, str(error)) from error
+
+
+class AnswerStream:
+    """The answers of one streamed /generate call. `close`, from anywhere, ends the reading with EngineUnreachable."""
+
+    def __init__(self, engine: str, stream: Stream) -> None:
+        self._engine, self._stream = engine, stream
+
+    def close(self) -> None:
+        self._stream.close()
+
+    async def answers(self) -> AsyncIterator[dict[str, Any]]:
+        """Each server-sent event's JSON. SGLang repeats all tokens so far in each, unless it was started with
+        --incremental-streaming-output. Raises EngineRefused, EngineProtocolError, ConnectionError, TimeoutError.
+        """
+        what = "POST /generate"
+        async for line in self._stream.lines():
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                return
+            try:
+                answer = json.loads(data)
+            except ValueError as error:
+                raise EngineProtocolError(self._engine, what, f"not JSON: {_one_line(data.decode())}") from error
+            if "error" in answer:
+                fault = answer["error"]
+                code = fault.get("code", 400) if isinstance(fault, dict) else 400
+                raise EngineRefused(self._engine, what, f"HTTP {code}: {_one_line(str(fault))}")
+            if "meta_info" not in answer:
+                raise EngineProtocolError(self._engine, what, f"no meta_info in {_one_line(str(answer))}")
+            yield answer
+        raise ConnectionError("the stream ended before it was done")
 
 
 def _is_absent(error: EngineRefused) -> bool:

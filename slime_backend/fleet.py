@@ -112,8 +112,9 @@ class Fleet:
         return {m.name: m.reason for m in self.members.values() if m.status == "retired"}
 
     @contextmanager
-    def routed(self) -> Iterator[Member]:
-        """The confirmed engine with the fewest requests in flight, counted while the block runs.
+    def routed(self, choose: Callable[[list[Member]], Member] | None = None) -> Iterator[Member]:
+        """The confirmed engine with the fewest requests in flight, or the one that `choose` picks of the confirmed;
+        counted while the block runs.
 
         Raises FleetError where no engine is confirmed at the fleet's version.
         """
@@ -121,7 +122,7 @@ class Fleet:
         if not candidates:
             named = "; ".join(f"{m.name} {m.status} {m.reason}".rstrip() for m in self.members.values()) or "no engines"
             raise FleetError(f"no engine is confirmed at version {self.version}: {named}")
-        member = min(candidates, key=lambda m: m.in_flight)
+        member = min(candidates, key=lambda m: m.in_flight) if choose is None else choose(candidates)
         member.in_flight += 1
         try:
             yield member

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -42,6 +44,54 @@ class _Connection(NamedTuple):
         self.writer.transport.abort()
 
 
+class Stream:
+    """An answer that is still coming. `close` ends it from outside: who reads gets ConnectionError."""
+
+    def __init__(self, status: int, connection: _Connection, headers: dict[str, str], deadline_s: float) -> None:
+        self.status = status
+        self._connection, self._deadline_s = connection, deadline_s
+        self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        self._left = int(headers["content-length"]) if "content-length" in headers else None  # bytes
+        self._closed = False
+
+    def close(self) -> None:
+        self._closed = True
+        self._connection.close()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """Each line without its end. Raises ConnectionError where the answer is cut off, TimeoutError where a piece of
+        it takes longer than the deadline."""
+        rest = b""
+        try:
+            async for piece in self._pieces():
+                *whole, rest = (rest + piece).split(b"\n")
+                for line in whole:
+                    yield line
+        except (EOFError, ValueError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise ConnectionError(f"the stream broke ({type(error).__name__}: {error})") from error
+        if self._closed:
+            raise ConnectionError("the stream was closed")
+        if rest:
+            yield rest
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        reader = self._connection.reader
+        while True:
+            async with asyncio.timeout(self._deadline_s):
+                if self._left is not None:
+                    piece, self._left = await reader.readexactly(self._left), 0
+                elif not self._chunked:
+                    piece = await reader.read(MAX_HEAD)
+                else:
+                    size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
+                    piece = (await reader.readexactly(size + 2))[:-2]
+            if not piece:
+                return
+            yield piece
+
+
 class HttpChannel:
     """Any number of requests at once to the server at `url`; each has a connection to itself while it lasts."""
 
@@ -62,14 +112,11 @@ class HttpChannel:
 
         A request that is given up takes its connection with it, which tells the server to stop working on it.
         """
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept: */*\r\n"
-        if method == "POST":
-            head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n"
         async with asyncio.timeout(deadline_s):
             connection = await self._connection()
             self._busy.add(connection)
             try:
-                connection.writer.write(head.encode() + b"\r\n" + (body or b""))
+                connection.writer.write(self._head(method, path, body) + (body or b""))
                 message = await read_message(connection.reader, until_eof=True)
                 status = int(message.first_line.split(" ")[1])
             except BaseException as error:
@@ -84,6 +131,32 @@ class HttpChannel:
         else:
             self._idle.append(connection._replace(idle_since=time.monotonic()))
         return Response(status, message.body)
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: bytes, deadline_s: float) -> AsyncIterator[Stream]:
+        """A POST whose answer is read line by line while it comes. Raises as `request` does, for the head of the answer
+        too; the connection is not used again, so leaving the block early tells the server to stop.
+        """
+        async with asyncio.timeout(deadline_s):
+            connection = await self._connection()
+        self._busy.add(connection)
+        try:
+            connection.writer.write(self._head("POST", path, body) + body)
+            try:
+                async with asyncio.timeout(deadline_s):
+                    _, status, headers = await read_head(connection.reader)
+            except (EOFError, ValueError, OSError) as error:
+                raise ConnectionError(f"the connection broke ({type(error).__name__}: {error})") from error
+            yield Stream(status, connection, headers, deadline_s)
+        finally:
+            self._busy.discard(connection)
+            connection.close()
+
+    def _head(self, method: str, path: str, body: bytes | None) -> bytes:
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept: */*\r\n"
+        if method == "POST":
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n"
+        return head.encode() + b"\r\n"
 
     async def _connection(self) -> _Connection:
         while self._idle:
@@ -108,11 +181,8 @@ class HttpChannel:
         self._idle.clear()
 
 
-async def read_message(reader: asyncio.StreamReader, *, until_eof: bool) -> Message:
-    """Read one message. `until_eof`: without any length the body ends with the connection (so a response may).
-
-    Raises EOFError where the message is cut off, ValueError where it isn't HTTP.
-    """
+async def read_head(reader: asyncio.StreamReader) -> tuple[str, int, dict[str, str]]:
+    """First line, status (0 in a request) and headers. Raises EOFError, ValueError as `read_message`."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError as error:
@@ -121,6 +191,15 @@ async def read_message(reader: asyncio.StreamReader, *, until_eof: bool) -> Mess
     if "HTTP/1." not in first_line or first_line.count(" ") < 1:
         raise ValueError(f"not HTTP/1.1: {first_line[:80]!r}")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return first_line, int(first_line.split(" ")[1]) if first_line.startswith("HTTP/") else 0, headers
+
+
+async def read_message(reader: asyncio.StreamReader, *, until_eof: bool) -> Message:
+    """Read one message. `until_eof`: without any length the body ends with the connection (so a response may).
+
+    Raises EOFError where the message is cut off, ValueError where it isn't HTTP.
+    """
+    first_line, _, headers = await read_head(reader)
     if "content-length" in headers:
         return Message(first_line, headers, await reader.readexactly(int(headers["content-length"])))
     if "chunked" in headers.get("transfer-encoding", "").lower():

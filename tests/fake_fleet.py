@@ -17,7 +17,7 @@ FAST = Deadlines(pause=1.0, flush=1.0, load=1.0, control=1.0, generate=300.0)
 
 
 @asynccontextmanager
-async def fake_fleet(count=2, sharing="retract", **engine):
+async def fake_fleet(count=2, sharing="retract", deadlines=FAST, **engine):
     policy = decide("disjoint", sharing)
     async with AsyncExitStack() as stack:
         engines = [
@@ -25,7 +25,7 @@ async def fake_fleet(count=2, sharing="retract", **engine):
         ]
         fleet = Fleet(policy, "v0")
         for i, fake in enumerate(engines):
-            client = EngineClient(fake.url, name=f"engine{i}", deadlines=FAST)
+            client = EngineClient(fake.url, name=f"engine{i}", deadlines=deadlines)
             stack.push_async_callback(client.close)
             await admit(fleet, client)
         yield fleet, engines

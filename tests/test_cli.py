@@ -20,7 +20,7 @@ def run(*args: str, cwd: Path = ROOT, timeout: float = 300) -> subprocess.Comple
 def test_help_names_the_commands():
     done = run("--help")
     assert done.returncode == 0
-    for command in ("train", "up", "audit", "rollouts", "report", "bench"):
+    for command in ("train", "up", "serve", "export", "audit", "rollouts", "report", "bench"):
         assert command in done.stdout
 
 

@@ -144,3 +144,51 @@ def test_closing_breaks_what_is_under_way(run_async):
                 await waiting
 
     run_async(scenario(), 5)
+
+
+def read_stream(run_async, server, close_after=None):
+    """The lines of one streamed answer; `close_after`: close it from outside after so many."""
+
+    async def scenario():
+        async with server:
+            channel = HttpChannel(server.url)
+            lines = []
+            try:
+                async with channel.stream("/x", b"{}", 5.0) as stream:
+                    async for line in stream.lines():
+                        lines.append(line)
+                        if len(lines) == close_after:
+                            stream.close()
+                return stream.status, lines
+            finally:
+                channel.close()
+
+    return run_async(scenario())
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (CHUNKED + b"5\r\na\nb\nc\r\n3\r\nd\n\n\r\n0\r\n\r\n", (200, [b"a", b"b", b"cd", b""])),
+        (CHUNKED + b"1\r\na\r\n0\r\n\r\n", (200, [b"a"])),
+        (b"HTTP/1.1 400 Bad\r\nContent-Length: 3\r\n\r\na\nb", (400, [b"a", b"b"])),
+    ],
+)
+def test_a_stream_is_read_line_by_line(run_async, raw, expected):
+    assert read_stream(run_async, RawServer(raw)) == expected
+
+
+@pytest.mark.parametrize(
+    "raw", [CHUNKED + b"5\r\na\nb", CHUNKED + b"zz\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\na"]
+)
+def test_a_stream_that_is_cut_off_is_a_connection_error(run_async, raw):
+    with pytest.raises(ConnectionError, match="the stream broke"):
+        read_stream(run_async, RawServer(raw, close=True))
+
+
+def test_a_stream_that_is_closed_from_outside_ends_with_a_connection_error(run_async):
+    with pytest.raises(ConnectionError):
+        read_stream(run_async, RawServer(CHUNKED + b"2\r\na\n\r\n"), close_after=1)

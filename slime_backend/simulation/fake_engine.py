@@ -12,7 +12,9 @@ are just the name that was loaded last.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -30,6 +32,7 @@ Fault = Literal[
     "die",  # the process ends: no effect, and no answer to anything from now on
 ]
 HANG_S = 3600.0
+TOKEN = 7  # what is sampled where a test doesn't say
 TOKEN_S = 0.002  # a decode step
 
 
@@ -45,13 +48,17 @@ class FakeEngine:
         radix_cache: bool = True,
         hooks: tuple[str, ...] = ("kv_evidence", "kv_spans", "scope"),
         token_s: float = TOKEN_S,
+        answer: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
+        """`answer`: what a prompt's ids are answered with, up to `max_new_tokens`; without, TOKEN for ever."""
         self.label = version
         self.loaded = version  # the weights that really are in memory
         self.latency_s = latency_s
         self.radix_cache = radix_cache
         self.hooks = dict.fromkeys(hooks, ACTIVE)
         self.token_s = token_s
+        self.answer = answer
+        self.bodies: list[dict[str, Any]] = []  # of /generate
         self.ranks = [FakeRank(radix_cache, "scope" in hooks) for _ in range(ranks)]
         self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
         self.calls: list[str] = []
@@ -91,6 +98,7 @@ class FakeEngine:
             radix_cache=self.radix_cache,
             hooks=tuple(self.hooks),
             token_s=self.token_s,
+            answer=self.answer,
         )
         await self.start(port)
 
@@ -196,8 +204,9 @@ class FakeEngine:
         return Reply({"success": True, "new_version": self.label})
 
     async def on_abort_request(self, body: dict[str, Any]) -> Reply:
-        for rank in self.ranks:
-            rank.abort_all()
+        if body.get("abort_all") or body.get("rid"):
+            for rank in self.ranks:
+                rank.abort(None if body.get("abort_all") else body["rid"])
         return Reply()
 
     async def on_generate(self, body: dict[str, Any]) -> Reply:
@@ -205,25 +214,51 @@ class FakeEngine:
         wanted = int(body.get("sampling_params", {}).get("max_new_tokens", 16))
         if not ids or wanted < 1:
             return Reply({"error": {"message": "empty request"}}, 400)
+        self.bodies.append(body)
+        planned = list(self.answer(ids) if self.answer else [TOKEN] * wanted)
         rank = self.ranks[self._next_rank]
         self._next_rank = (self._next_rank + 1) % len(self.ranks)
-        mine = FakeRequest(len(ids), wanted)
+        mine = FakeRequest(len(ids), min(wanted, len(planned)), body.get("rid") or "")
+        end = "stop" if self.answer and len(planned) <= wanted else "length"
         rank.requests.append(mine)
+        if body.get("stream"):
+            return Reply(events=self._events(rank, mine, planned, end))
         await mine.done.wait()
+        return Reply(self._answer(mine, planned, end))
+
+    async def _events(
+        self, rank: FakeRank, mine: FakeRequest, planned: list[int], end: str
+    ) -> AsyncGenerator[str, None]:
+        """As SGLang streams: each event repeats all tokens so far; our spans come with the last."""
+        try:
+            while not mine.done.is_set():
+                await mine.progress.wait()
+                mine.progress.clear()
+                if self.dead:
+                    raise ConnectionResetError("the engine died")
+                if mine.sampled or mine.done.is_set():
+                    yield f"data: {json.dumps(self._answer(mine, planned, end))}\n\n"
+            yield "data: [DONE]\n\n"
+        finally:
+            if not mine.done.is_set() and mine in rank.requests:  # the client has gone
+                rank.requests.remove(mine)
+
+    def _answer(self, mine: FakeRequest, planned: list[int], end: str) -> dict[str, Any]:
         count = len(mine.sampled)
+        done = mine.done.is_set()
         meta = {
-            "finish_reason": {"type": "abort" if mine.aborted else "length"},
+            "finish_reason": {"type": "abort" if mine.aborted else end} if done else None,
             "prompt_tokens": mine.prompt,
             "completion_tokens": count,
             "cached_tokens": mine.prefills[0]["cached"] if mine.prefills else 0,
             "weight_version": self.label,
-            "output_token_logprobs": [[-1.0, 7, None] for _ in range(count)],
+            "output_token_logprobs": [[-1.0 - i / 1000, token, None] for i, token in enumerate(planned[:count])],
             "weight_versions": spans(mine.sampled),
             "truth": spans(mine.truth),
-            "kv_provenance": mine.segments,
-            "prefills": mine.prefills,
+            "kv_provenance": mine.segments if done else [],
+            "prefills": mine.prefills if done else [],
         }
-        return Reply({"output_ids": [7] * count, "text": "", "meta_info": meta})
+        return {"output_ids": planned[:count], "text": "", "meta_info": meta}
 
     # ---- the schedulers -----------------------------------------------------------------------------------------
 

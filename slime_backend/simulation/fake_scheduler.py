@@ -18,6 +18,7 @@ ROWS = 1024  # request rows of a rank
 class FakeRequest:
     prompt: int
     wanted: int
+    rid: str = ""
     sampled: list[str] = field(default_factory=list)  # the version of each token
     truth: list[str] = field(default_factory=list)  # the weights that were really in memory, for each token
     context: list[str] = field(default_factory=list)  # the version that computed each position's KV
@@ -27,6 +28,7 @@ class FakeRequest:
     epoch: int = 0  # of its admission to prefill
     aborted: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    progress: asyncio.Event = field(default_factory=asyncio.Event)  # a token more, or done; cleared by who waits for it
 
     @property
     def kv_tokens(self) -> int:
@@ -75,7 +77,7 @@ class FakeRank:
                 request.holds_kv = False
                 self._store(request)
         elif mode == "abort":
-            self.abort_all()
+            self.abort(None)
 
     def flush(self) -> bool:
         """False, and everything stays, while a request holds KV, or waits in a scheduler that isn't paused."""
@@ -97,11 +99,13 @@ class FakeRank:
             self.swept_tokens += sum(self.tree.values())
             self.tree.clear()
 
-    def abort_all(self) -> None:
-        for request in self.requests:
+    def abort(self, rid: str | None) -> None:
+        """End the requests whose id begins with `rid`, as SGLang matches it; all of them for None."""
+        for request in [r for r in self.requests if rid is None or r.rid.startswith(rid)]:
             request.aborted, request.holds_kv = True, False
+            self.requests.remove(request)
             request.done.set()
-        self.requests.clear()
+            request.progress.set()
 
     def step(self, label: str, loaded: str) -> None:
         """One token for each request, under the label `label`, by the weights `loaded`."""
@@ -120,6 +124,7 @@ class FakeRank:
                 self.requests.remove(request)
                 self._store(request)
                 request.done.set()
+            request.progress.set()
 
     def _admit(self, request: FakeRequest, label: str) -> None:
         length = request.prompt + len(request.sampled)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from slime_backend.http_channel import MAX_HEAD, read_message
@@ -15,6 +16,7 @@ class Reply(NamedTuple):
 
     body: Any = ""  # text, or what becomes JSON
     status: int = 200
+    events: AsyncGenerator[str, None] | None = None  # instead of a body: sent piece by piece, until it ends or raises
 
 
 # (path, body) -> the answer
@@ -55,6 +57,9 @@ class HttpServer:
                 reply = await self._handler(path, json.loads(message.body or b"{}"))
                 if reply is None:
                     break
+                if reply.events is not None:
+                    await _send_events(writer, reply)
+                    continue
                 text = reply.body if isinstance(reply.body, str) else json.dumps(reply.body)
                 content = text.encode()
                 writer.write(b"HTTP/1.1 %d \r\nContent-Length: %d\r\n\r\n" % (reply.status, len(content)) + content)
@@ -65,3 +70,16 @@ class HttpServer:
         finally:
             self._connections.discard(task)
             writer.transport.abort()
+
+
+async def _send_events(writer: asyncio.StreamWriter, reply: Reply) -> None:
+    assert reply.events is not None
+    writer.write(
+        b"HTTP/1.1 %d \r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n" % reply.status
+    )
+    async with aclosing(reply.events) as events:  # so that a client that goes away ends what makes them
+        async for piece in events:
+            content = piece.encode()
+            writer.write(b"%x\r\n" % len(content) + content + b"\r\n")
+            await writer.drain()
+    writer.write(b"0\r\n\r\n")

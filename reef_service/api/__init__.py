@@ -1,0 +1,1 @@
+"""The HTTP surface: one file for each API that clients speak."""

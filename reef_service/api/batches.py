@@ -1,0 +1,120 @@
+"""GET /reef/batches, POST /reef/batches/{lease}/ack and .../release: samples for trainers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import Connection, select
+
+from reef_service.errors import ApiError
+from reef_service.gateway import Gateway
+from reef_service.store import LeaseGone, UnknownLease
+from reef_service.store.leases import Wish
+from reef_service.store.samples import StoredSample
+from reef_service.store.schema import publications
+from slime_backend.provenance.classes import CLASSES, RolloutClass
+
+router = APIRouter(prefix="/reef/batches", tags=["training"])
+
+
+class BatchQuery(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    limit: int = Field(64, ge=1, le=4096, description="samples, or groups where group_size is given")
+    lease_s: float | None = Field(None, gt=0, le=7 * 86400, description="default: gateway.lease_s")
+    lease: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9._:-]{1,200}$", description="yours; asking again gives the same"
+    )
+    holder: str = Field("", max_length=200)
+    min_score: float | None = Field(None, allow_inf_nan=False)
+    max_score: float | None = Field(None, allow_inf_nan=False)
+    rollout_class: list[RolloutClass] = Field(default_factory=list, description="default: all")
+    max_version_lag: int | None = Field(None, ge=0, le=100_000)
+    group_size: int = Field(0, ge=0, le=1024, description="whole groups of this many, by x-reef-group")
+
+
+@router.get("", summary="A batch under a lease; acknowledge it once it is trained on and saved")
+async def batch(query: Annotated[BatchQuery, Query()], request: Request) -> dict[str, Any]:
+    gateway: Gateway = request.app.state.gateway
+    numbers = await gateway.store.read(_successful)
+    oldest = 0
+    if query.max_version_lag is not None:
+        oldest = numbers[query.max_version_lag] if query.max_version_lag < len(numbers) else 0
+    wish = Wish(
+        limit=query.limit,
+        lease_s=query.lease_s or gateway.config.lease_s,
+        holder=query.holder,
+        id=query.lease,
+        min_score=query.min_score,
+        max_score=query.max_score,
+        classes=tuple(query.rollout_class) or CLASSES,
+        oldest=oldest,
+        group_size=query.group_size,
+    )
+    try:
+        lease = await gateway.store.lease(wish)
+    except LeaseGone as error:
+        raise ApiError(409, str(error), code="lease_gone") from error
+    samples = await gateway.store.samples(lease)
+    gateway.plane.metrics.leased.inc(len(samples))
+    place = {number: lag for lag, number in enumerate(numbers)}
+    return {
+        "lease": lease.id if samples else None,
+        "ends_at": lease.ends_at,
+        "version": gateway.fleet.version,
+        "samples": [to_json(sample, place.get(sample.oldest)) for sample in samples],
+    }
+
+
+@router.post("/{lease}/ack", summary="These samples were trained on; safe to send again")
+async def ack(lease: str, request: Request) -> dict[str, Any]:
+    gateway: Gateway = request.app.state.gateway
+    try:
+        count = await gateway.store.ack(lease)
+    except UnknownLease as error:
+        raise ApiError(404, str(error)) from error
+    except LeaseGone as error:
+        raise ApiError(409, str(error), code="lease_gone") from error
+    gateway.plane.metrics.acked.inc(count)
+    return {"lease": lease, "trained": count}
+
+
+@router.post("/{lease}/release", summary="Give the samples back before the lease ends")
+async def release(lease: str, request: Request) -> dict[str, Any]:
+    try:
+        return {"lease": lease, "released": await request.app.state.gateway.store.release(lease)}
+    except UnknownLease as error:
+        raise ApiError(404, str(error)) from error
+
+
+def to_json(sample: StoredSample, lag: int | None) -> dict[str, Any]:
+    """Per-token lists are over `response_ids`. `lag`: publications since its oldest token; None where not known."""
+    start = len(sample.prompt_ids)
+    spans = [
+        {"version": s.version, "start": len(r.prompt_ids) - start + s.start, "end": len(r.prompt_ids) - start + s.end}
+        for r in sample.turns
+        for s in r.spans
+    ]
+    return {
+        "session": sample.session,
+        "trajectory": sample.trajectory,
+        "group": sample.label,
+        "score": sample.score,
+        "class": sample.rollout_class,
+        "lag": lag,
+        "prompt_ids": sample.prompt_ids,
+        "response_ids": sample.response_ids,
+        "loss_mask": sample.mask,
+        "logprobs": sample.logprobs,
+        "spans": spans,
+        "receipts": [r.receipt for r in sample.turns],
+        "finish_reason": sample.turns[-1].finish_reason,
+    }
+
+
+def _successful(connection: Connection) -> list[int]:
+    """Numbers of the versions that were served, newest first: its place in this list is a version's lag."""
+    query = select(publications.c.number).where(publications.c.state.in_(("found", "resumed")))
+    return [row.number for row in connection.execute(query.order_by(publications.c.number.desc()))]

@@ -1,0 +1,196 @@
+"""What all data-plane APIs share: who asks, how an answer is waited for, how a stream is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import Receive, Scope, Send
+
+from reef_service.data_plane.answers import Delta, Done, TokenRequest
+from reef_service.data_plane.exchange import Exchange
+from reef_service.data_plane.plane import DataPlane
+from reef_service.errors import ApiError, bad_request
+
+SESSION, GROUP, RECEIPT = "x-reef-session", "x-reef-group", "x-reef-receipt"
+_NAME = re.compile(r"[A-Za-z0-9._:@/+-]{1,200}")
+CLIENT_GONE = 499  # nobody reads it; it is for the access log
+
+
+class Sampling(BaseModel):
+    """Sampling settings that the APIs have in common, by OpenAI's names and SGLang's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=1_000_000)
+    min_p: float | None = Field(None, ge=0, le=1)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0, le=1_000_000)
+    stop_token_ids: list[int] | None = Field(None, max_length=64)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+
+    def sampling(self) -> dict[str, Any]:
+        """SGLang's sampling_params, without max_new_tokens. A temperature is always in it: it is recorded."""
+        named = {
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "ignore_eos": self.ignore_eos,
+            "min_new_tokens": self.min_tokens,
+            "stop_token_ids": self.stop_token_ids,
+            "sampling_seed": self.seed,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        return {"temperature": 1.0 if self.temperature is None else self.temperature, **given}
+
+
+def refuse(values: Mapping[str, Any], why: Mapping[str, str]) -> None:
+    """Raise ApiError 400 for a setting that would change the answer and isn't supported; silence would be a lie."""
+    for name, reason in why.items():
+        if values.get(name) not in (None, False, 0, "", [], {}, 1 if name in ("n", "best_of") else None):
+            raise bad_request(f"{name} is not supported: {reason}", name)
+
+
+def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
+    found = [stop] if isinstance(stop, str) else stop or []
+    return tuple(text for text in found if text)
+
+
+def who(request: Request) -> tuple[str, str]:
+    """(session, group) that the headers name, "" where they don't. Raises ApiError 400."""
+    found = []
+    for header in (SESSION, GROUP):
+        value = request.headers.get(header, "")
+        if value and not _NAME.fullmatch(value):
+            raise bad_request(f"{header} must be 1 to 200 letters, digits or any of ._:@/+-")
+        found.append(value)
+    return found[0], found[1]
+
+
+def plane_of(request: Request) -> DataPlane:
+    plane: DataPlane = request.app.state.gateway.plane
+    return plane
+
+
+def new_receipt() -> str:
+    return uuid.uuid4().hex
+
+
+def now() -> int:
+    return int(time.time())
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def json_answer(body: Mapping[str, Any], done: Done) -> Response:
+    return Response(dumps(body), media_type="application/json", headers=_headers(done.record.receipt, done))
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + (data if isinstance(data, bytes) else dumps(data)) + b"\n\n"
+
+
+async def whole(request: Request, asked: TokenRequest, render: Callable[[Done], Mapping[str, Any]]) -> Response:
+    """The answer in one piece. A client that goes away meanwhile ends the request at the engine."""
+    exchange = Exchange(plane_of(request), asked, new_receipt())
+    watch = asyncio.ensure_future(_gone(request.receive))
+    watch.add_done_callback(lambda task: None if task.cancelled() else exchange.abandon())
+    try:
+        done = await exchange.done()
+    finally:
+        watch.cancel()
+    if exchange.abandoned:
+        return Response(status_code=CLIENT_GONE)
+    return json_answer(render(done), done)
+
+
+async def streamed(
+    request: Request,
+    asked: TokenRequest,
+    render: Callable[[AsyncIterator[Delta | Done], str], AsyncIterator[bytes]],
+    error_event: Callable[[ApiError], bytes],
+) -> Response:
+    """The answer as it comes. What fails before the first token is an error with its own status."""
+    exchange = Exchange(plane_of(request), asked, new_receipt())
+    watch = asyncio.ensure_future(_gone(request.receive))
+    watch.add_done_callback(lambda task: None if task.cancelled() else exchange.abandon())
+    events = exchange.events()
+    try:
+        first = await anext(events)
+    except BaseException:
+        watch.cancel()
+        exchange.abandon()
+        raise
+
+    async def all_events() -> AsyncIterator[Delta | Done]:
+        yield first
+        if not isinstance(first, Done):
+            async for following in events:
+                yield following
+
+    return _EventStream(exchange, watch, render(all_events(), exchange.receipt), error_event)
+
+
+class _EventStream(Response):
+    """Server-sent events of one exchange."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        watch: asyncio.Future[None],
+        pieces: AsyncIterator[bytes],
+        error_event: Callable[[ApiError], bytes],
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers=_headers(exchange.receipt))
+        self.headers["cache-control"] = "no-cache"
+        del self.headers["content-length"]
+        self._exchange, self._watch, self._pieces, self._error_event = exchange, watch, pieces, error_event
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def body(piece: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for piece in self._pieces:
+                    if not self._exchange.abandoned:
+                        await body(piece)
+            except ApiError as error:
+                await body(self._error_event(error))
+            await body(b"", more=False)
+        finally:
+            self._watch.cancel()
+            self._exchange.abandon()
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _headers(receipt: str, done: Done | None = None) -> dict[str, str]:
+    headers = {RECEIPT: receipt}
+    if done is not None:
+        headers[SESSION] = done.record.session
+    return headers

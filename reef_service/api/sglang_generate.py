@@ -1,0 +1,126 @@
+"""POST /generate, as SGLang's own clients speak it: token ids or a text in, token ids and log-probs out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from reef_service.api import common
+from reef_service.data_plane.answers import Delta, Done
+from reef_service.data_plane.prompts import Asked, from_ids, from_text
+from reef_service.errors import ApiError, bad_request
+
+router = APIRouter(tags=["data plane"])
+
+_TAKEN = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "ignore_eos", "stop_token_ids", "min_new_tokens", "json_schema", "regex", "ebnf", "sampling_seed", "custom_params",
+)  # fmt: skip
+_HANDLED = ("max_new_tokens", "stop", "n", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+
+
+class GenerateRequest(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    text: str | None = None
+    input_ids: list[int] | None = Field(None, max_length=10_000_000)
+    sampling_params: dict[str, Any] | None = None
+    stream: bool | None = False
+    return_logprob: bool | None = False
+
+
+@router.post("/generate", summary="SGLang's own form, streamed or not")
+async def generate(body: GenerateRequest, request: Request) -> Response:
+    plane = common.plane_of(request)
+    params = dict(body.sampling_params or {})
+    unknown = sorted(set(params) - set(_TAKEN) - set(_HANDLED))
+    if unknown:
+        raise bad_request(f"sampling_params.{unknown[0]} is not supported; there are {', '.join(_TAKEN + _HANDLED)}")
+    if params.get("n", 1) != 1:
+        raise bad_request("sampling_params.n must be 1; send the request n times")
+    session, label = common.who(request)
+    asked = Asked(
+        api="generate",
+        session=session,
+        label=label,
+        sampling={"temperature": 1.0, **_checked({k: v for k, v in params.items() if k in _TAKEN and v is not None})},
+        max_tokens=_count(params.get("max_new_tokens", 128)),
+        stop=_stops(params.get("stop")),
+        stream=bool(body.stream),
+    )
+    if (body.text is None) == (body.input_ids is None):
+        raise bad_request("give either text or input_ids, of one prompt")
+    if body.input_ids is not None:
+        tokens = await from_ids(plane, asked, body.input_ids)
+    else:
+        tokens = await from_text(plane, asked, body.text or "")
+
+    def answer(done: Done) -> dict[str, Any]:
+        record, logprobs = done.record, bool(body.return_logprob)
+        meta = {
+            **done.meta,
+            "id": record.receipt,
+            "prompt_tokens": len(record.prompt_ids),
+            "completion_tokens": len(record.output_ids),
+            "reef": done.receipt(),
+        }
+        if logprobs:
+            pairs = zip(record.logprobs, record.output_ids, strict=True)
+            meta["output_token_logprobs"] = [[logprob, token, None] for logprob, token in pairs]
+        return {"text": done.answer.raw, "output_ids": list(record.output_ids), "meta_info": meta}
+
+    async def write(events: AsyncIterator[Delta | Done], receipt: str) -> AsyncIterator[bytes]:
+        text, ids, logprobs = "", [], []
+        async for event in events:
+            if isinstance(event, Done):
+                yield common.event(answer(event))
+                break
+            text += "".join(piece.text for piece in event.pieces)
+            ids += event.ids
+            logprobs += [[logprob, token, None] for logprob, token in zip(event.logprobs, event.ids, strict=True)]
+            meta: dict[str, Any] = {"id": receipt, "finish_reason": None, "completion_tokens": len(ids)}
+            if body.return_logprob:
+                meta["output_token_logprobs"] = logprobs
+            yield common.event({"text": text, "output_ids": ids, "meta_info": meta})
+        yield common.event(b"[DONE]")
+
+    if body.stream:
+        return await common.streamed(request, tokens, write, _error_event)
+    return await common.whole(request, tokens, answer)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= 10_000_000:
+        raise bad_request(f"sampling_params.max_new_tokens={value!r} must be a whole number from 1 on")
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    if value is None or isinstance(value, str):
+        return common.stop_texts(value)
+    if isinstance(value, list) and all(isinstance(text, str) for text in value):
+        return common.stop_texts(value)
+    raise bad_request("sampling_params.stop must be a text or a list of texts")
+
+
+def _checked(params: dict[str, Any]) -> dict[str, Any]:
+    """Numbers where the record or the gateway needs them; the engine judges the rest."""
+    temperature = params.get("temperature", 1.0)
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature <= 100:
+        raise bad_request(f"sampling_params.temperature={temperature!r} must be a number from 0 to 100")
+    ends = params.get("stop_token_ids", [])
+    if not isinstance(ends, list) or any(type(i) is not int for i in ends):
+        raise bad_request("sampling_params.stop_token_ids must be a list of token ids")
+    least = params.get("min_new_tokens", 0)
+    if type(least) is not int:
+        raise bad_request("sampling_params.min_new_tokens must be a whole number")
+    if not isinstance(params.get("custom_params", {}), dict):
+        raise bad_request("sampling_params.custom_params must be an object")
+    return params
+
+
+def _error_event(error: ApiError) -> bytes:
+    return common.event(error.body("/generate"))

@@ -1,0 +1,169 @@
+"""A trainer's side of the gateway: samples under a lease, acknowledged once they are trained on and saved.
+
+    client = BatchClient("http://127.0.0.1:8700", token)
+    batch = client.next("run7-step12", limit=64)     # asking again with the same name gives the same samples
+    ... train, save ...
+    client.ack(batch.lease)
+
+Blocking, standard library only: it runs inside trainers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TRIES, WAIT_S, MAX_WAIT_S = 8, 0.5, 10.0
+LEASE_GONE = 409
+
+
+class GatewayError(RuntimeError):
+    """The gateway refused, or can't be reached; one line."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trajectory; per-token lists are over `response_ids`, in api/batches.py's words."""
+
+    session: str
+    trajectory: int
+    group: str
+    score: float
+    rollout_class: str
+    lag: int | None
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    spans: list[dict[str, Any]]
+    receipts: list[str]
+    finish_reason: str
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Sample:
+        return cls(rollout_class=data["class"], **{k: v for k, v in data.items() if k != "class"})
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    lease: str | None  # None where there was nothing to give
+    ends_at: float
+    version: str
+    samples: list[Sample]
+
+
+class BatchClient:
+    """Calls are repeated where the gateway is away for a while: every one of them may be."""
+
+    def __init__(self, url: str, token: str | None = None, *, timeout_s: float = 60.0) -> None:
+        self.url, self._token, self.timeout_s = url.rstrip("/"), token, timeout_s
+
+    def next(
+        self,
+        lease: str,
+        *,
+        limit: int,
+        lease_s: float | None = None,
+        group_size: int = 0,
+        max_version_lag: int | None = None,
+        min_score: float | None = None,
+        max_score: float | None = None,
+        classes: Sequence[str] = (),
+    ) -> Batch:
+        """What there is now, at most `limit`. Raises GatewayError."""
+        asked = {
+            "lease": lease,
+            "limit": limit,
+            "lease_s": lease_s,
+            "group_size": group_size or None,
+            "max_version_lag": max_version_lag,
+            "min_score": min_score,
+            "max_score": max_score,
+            "rollout_class": list(classes),
+        }
+        query = urllib.parse.urlencode({k: v for k, v in asked.items() if v is not None}, doseq=True)
+        data = self._call("GET", f"/reef/batches?{query}")
+        samples = [Sample.from_json(sample) for sample in data["samples"]]
+        return Batch(data["lease"], data["ends_at"], data["version"], samples)
+
+    def wait(self, lease: str, enough: Callable[[Batch], bool], *, deadline_s: float, **wish: Any) -> Batch:
+        """`next` until `enough`; what was given and isn't enough is given back before asking again.
+
+        Raises GatewayError at the deadline.
+        """
+        until, wait = time.monotonic() + deadline_s, WAIT_S
+        for attempt in itertools.count():
+            try:  # a lease that was given back is over, so each try has a name of its own
+                batch = self.next(f"{lease}.{attempt}" if attempt else lease, **wish)
+            except GatewayError as error:
+                if error.status != LEASE_GONE:
+                    raise
+                continue
+            if enough(batch):
+                return batch
+            if batch.lease is not None:
+                self.release(batch.lease)
+            if time.monotonic() + wait > until:
+                break
+            time.sleep(wait)
+            wait = min(2 * wait, MAX_WAIT_S)
+        raise GatewayError(
+            f"{self.url}: not enough scored samples within {deadline_s:g} s; are agents reporting scores?"
+        )
+
+    def ack(self, lease: str) -> int:
+        """How many samples are trained on now. Raises GatewayError, status 409 where the lease ran out and somebody
+        else has them."""
+        return int(self._call("POST", f"/reef/batches/{urllib.parse.quote(lease)}/ack")["trained"])
+
+    def release(self, lease: str) -> int:
+        return int(self._call("POST", f"/reef/batches/{urllib.parse.quote(lease)}/release")["released"])
+
+    def publish(self, checkpoint: str, version: str, *, timeout_s: float = 900.0) -> dict[str, Any]:
+        """Publish a checkpoint through the gateway. Not repeated. Raises GatewayError."""
+        return self._once("POST", "/reef/publications", {"checkpoint": checkpoint, "version": version}, timeout_s)
+
+    def _call(self, method: str, path: str) -> dict[str, Any]:
+        wait = WAIT_S
+        for attempt in range(1, TRIES + 1):
+            try:
+                return self._once(method, path, None, self.timeout_s)
+            except GatewayError as error:
+                if attempt == TRIES or (error.status is not None and error.status < 500):
+                    raise
+            time.sleep(wait)
+            wait = min(2 * wait, MAX_WAIT_S)
+        raise AssertionError("the last try raises or returns")
+
+    def _once(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
+        content = b"" if method == "POST" and body is None else None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=content, method=method)
+        request.add_header("content-type", "application/json")
+        if self._token:
+            request.add_header("authorization", f"Bearer {self._token}")
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except urllib.error.HTTPError as error:
+            raise GatewayError(f"{self.url}{path.split('?')[0]}: {_told(error)}", error.code) from error
+        except OSError as error:
+            raise GatewayError(f"{self.url}{path.split('?')[0]}: {error}") from error
+
+
+def _told(error: urllib.error.HTTPError) -> str:
+    try:
+        return f"HTTP {error.code}: {json.load(error)['error']['message']}"
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"HTTP {error.code}"

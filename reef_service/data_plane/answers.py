@@ -1,0 +1,80 @@
+"""What is asked of the engines, and what comes back: the words between the APIs and an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reef_service.store.turns import History, TurnState
+from reef_service.text.answer_parser import AnswerParser, Piece, ToolCall
+from slime_backend.provenance.records import RolloutRecord
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client is told, as its parts have come so far."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    raw: str = ""  # the whole text before it was cut into parts
+
+    def add(self, piece: Piece) -> None:
+        if piece.call is not None:
+            self.calls.append(piece.call)
+        elif piece.kind == "reasoning":
+            self.reasoning += piece.text
+        else:
+            self.content += piece.text
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRequest:
+    """A request in tokens."""
+
+    api: str
+    session: str  # "" for a session of its own, called as its receipt
+    label: str
+    prompt_ids: list[int]
+    parent: str | None
+    sampling: Mapping[str, Any]  # with max_new_tokens, temperature
+    stream: bool
+    history: Callable[[Answer, list[int]], History]  # of the conversation with this answer and these tokens in it
+    stop: tuple[str, ...] = ()
+    parser: AnswerParser | None = None  # None: all text is content
+    keep_stop: bool = False  # whether a stop text stays in the text
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What has come since the one before."""
+
+    pieces: list[Piece]
+    ids: list[int]  # sampled since; pieces may lag behind them, a character or a stop text being incomplete
+    logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end; everything is stored."""
+
+    record: RolloutRecord
+    state: TurnState
+    answer: Answer
+    finish: str  # stop, length, tool_calls, abort
+    stop_text: str | None
+    cached_tokens: int
+    meta: Mapping[str, Any]
+    trajectory: int
+
+    def receipt(self) -> dict[str, Any]:
+        """What the last event of every API says under `reef`."""
+        return {
+            "receipt": self.record.receipt,
+            "session": self.record.session,
+            "trajectory": self.trajectory,
+            "state": self.state,
+            "class": self.record.rollout_class if self.state == "complete" else None,
+            "versions": list(self.record.versions),
+        }

@@ -1,0 +1,206 @@
+"""One request on the fleet: sent to a confirmed engine, sent again where that is lost, ended early when asked.
+
+    nothing passed on yet    the request is sent again, whole: what the lost engine sampled is thrown away
+    tokens passed on         the client holds them, so another engine goes on behind them, told by their ids; they stay
+                             what they are, sampled by an engine that was confirmed then, but nothing proves from which
+                             KV: `spliced` says so
+    ended early              the engine is told to abort and gives what it has with its provenance, within STOP_S
+
+An engine that is retired is not read a moment longer: no token of an unconfirmed engine is passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime_backend.dispatch import ATTEMPTS, RequestLost, still_alive, wait_routable
+from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused, EngineUnreachable
+from slime_backend.fleet import Fleet, Member
+
+STOP_S = 10.0  # for the engine's last word after an abort
+Answers = AsyncIterator[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Generation:
+    """What has been sampled so far. `run` yields (from, to) over `output_ids` whenever there is more.
+
+    Log-probs are natural, by the version that sampled the token, as the engine gave them.
+    """
+
+    fleet: Fleet
+    choose: Callable[[list[Member]], Member]
+    receipt: str
+    prompt_ids: list[int]
+    sampling: Mapping[str, Any]  # SGLang's sampling_params, with max_new_tokens
+    stream: bool
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of /generate
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)  # of the last answer
+    engine: str = ""
+    attempts: int = 0
+    spliced: bool = False
+    stopped: bool = False
+    submitted_at: float = field(default_factory=time.time)
+    _member: Member | None = None
+    _close: Callable[[], Any] | None = None  # ends the call that is under way
+    _stopping: asyncio.Task[None] | None = None
+
+    @property
+    def finish_reason(self) -> Mapping[str, Any]:
+        """SGLang's, e.g. {"type": "stop", "matched": 42}; empty before the end."""
+        return self.meta.get("finish_reason") or {}
+
+    async def run(self) -> AsyncIterator[tuple[int, int]]:
+        """Raises EngineRefused for a request that is itself wrong, RequestLost or FleetError with no engine left."""
+        reason = ""
+        while self.attempts < ATTEMPTS:
+            self.attempts += 1
+            await wait_routable(self.fleet)
+            with self.fleet.routed(self.choose) as member:
+                self._member, self.engine = member, member.name
+                base = len(self.output_ids)
+                self.spliced = self.spliced or base > 0
+                try:
+                    async with self._answers(member) as answers:
+                        async for answer in answers:
+                            if member.status == "retired":
+                                break
+                            if _aborted(answer) and not self.stopped:
+                                raise EngineProtocolError(member.name, "POST /generate", "it aborted the request")
+                            start = len(self.output_ids)
+                            self._take(answer, base)
+                            if len(self.output_ids) > start:
+                                yield start, len(self.output_ids)
+                        else:
+                            return
+                    reason = f"{member.name} was retired while it answered: {member.reason}"
+                except EngineRefused as error:
+                    if "HTTP 4" in error.seen:
+                        raise
+                    reason = str(error)
+                except EngineProtocolError as error:
+                    reason = str(error)
+                except EngineError as error:
+                    reason = str(error)
+                    # One broken connection isn't a dead engine; an engine that answers nothing is.
+                    if member.status != "retired" and not await still_alive(member):
+                        self.fleet.retire(member, f"a request failed and it no longer answers: {error.seen}")
+                finally:
+                    self._member = self._close = None
+                    if self._stopping is not None:
+                        self._stopping.cancel()
+            if self.stopped:
+                break  # nobody waits for more
+            if self._left() < 1:  # the lost engine had sampled the last token, and not said so
+                self.meta = {**self.meta, "finish_reason": {"type": "length"}}
+                self.spliced = True
+                return
+        raise RequestLost(f"no answer after {self.attempts} attempts; the last: {reason}")
+
+    def stop(self) -> None:
+        """Ask the engine to end the request; `run` goes on to the engine's last answer."""
+        if not self.stopped:
+            self.stopped = True
+            if self._member is not None and self._close is not None:
+                self._stopping = asyncio.ensure_future(self._abort(self._member, self._close))
+
+    def truncate(self, length: int) -> None:
+        """Forget what was sampled behind the first `length` tokens."""
+        del self.output_ids[length:], self.logprobs[length:]
+
+    async def _abort(self, member: Member, close: Callable[[], Any]) -> None:
+        with suppress(EngineError):  # an engine that can't be reached samples for nobody
+            await member.client.abort(self._rid())
+        await asyncio.sleep(STOP_S)
+        close()
+
+    def _rid(self) -> str:
+        # SGLang takes an aborted id as a beginning, so no attempt's id may begin like another's.
+        return f"{self.receipt}.{self.attempts:02d}"
+
+    def _left(self) -> int:
+        return int(self.sampling["max_new_tokens"]) - len(self.output_ids)
+
+    def _body(self) -> dict[str, Any]:
+        sampling = {**self.sampling, "max_new_tokens": self._left()}
+        if self.output_ids and sampling.get("min_new_tokens"):
+            sampling["min_new_tokens"] = max(0, sampling["min_new_tokens"] - len(self.output_ids))
+        return {
+            **self.extra,
+            "rid": self._rid(),
+            "input_ids": [*self.prompt_ids, *self.output_ids],
+            "return_logprob": True,
+            "sampling_params": sampling,
+        }
+
+    @asynccontextmanager
+    async def _answers(self, member: Member) -> AsyncIterator[Answers]:
+        """The engine's answers, cut off as soon as it is retired: a dead or paused engine may never answer."""
+        if self.stream:
+            async with member.client.generate_stream(self._body()) as stream:
+                self._close = stream.close
+                with _when_gone(member, stream.close):
+                    yield stream.answers()
+            return
+        call = asyncio.ensure_future(member.client.generate(self._body()))
+        self._close = call.cancel
+        try:
+            with _when_gone(member, call.cancel):
+                yield _one(call, member)
+        finally:
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+
+    def _take(self, answer: Mapping[str, Any], base: int) -> None:
+        """Append what is new in an answer, which repeats all tokens of this attempt or has the new ones only."""
+        meta = answer["meta_info"]
+        total = int(meta.get("completion_tokens", len(answer["output_ids"])))
+        new = total - (len(self.output_ids) - base)
+        entries = meta.get("output_token_logprobs") or ()
+        if new > 0:
+            ids = answer["output_ids"][-new:]
+            logprobs = [float(entry[0]) for entry in entries[-new:]]
+            if len(ids) != new or len(logprobs) != new:
+                raise EngineProtocolError(
+                    self.engine,
+                    "POST /generate",
+                    f"{len(ids)} tokens and {len(logprobs)} log-probs where {new} are new",
+                )
+            self.output_ids += ids
+            self.logprobs += logprobs
+        self.meta = {k: v for k, v in meta.items() if k != "output_token_logprobs"}
+
+
+def _aborted(answer: Mapping[str, Any]) -> bool:
+    return (answer["meta_info"].get("finish_reason") or {}).get("type") == "abort"
+
+
+async def _one(call: asyncio.Future[dict[str, Any]], member: Member) -> Answers:
+    try:
+        yield await call
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():  # we are meant, not the call
+            raise
+        raise EngineUnreachable(member.name, "POST /generate", "given up") from None
+
+
+class _when_gone:
+    """with _when_gone(member, end): calls `end` the moment the member is retired."""
+
+    def __init__(self, member: Member, end: Callable[[], Any]) -> None:
+        self._task = asyncio.ensure_future(member.gone.wait())
+        self._task.add_done_callback(lambda task: None if task.cancelled() else end())
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        self._task.cancel()

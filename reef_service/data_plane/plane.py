@@ -1,0 +1,75 @@
+"""What all requests share: the fleet with router and gate, the store with its sessions, the tokenizer, the limits."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from reef_service.data_plane.admission import Gate
+from reef_service.data_plane.answers import TokenRequest
+from reef_service.data_plane.exchange import Exchange
+from reef_service.data_plane.generation import STOP_S, Generation
+from reef_service.data_plane.limits import Limits
+from reef_service.data_plane.router import Router
+from reef_service.data_plane.sessions import Sessions
+from reef_service.metrics import Metrics
+from reef_service.store import Store
+from reef_service.text.tokenizer import ModelTokenizer
+from slime_backend.fleet import Fleet
+from slime_backend.wire import ANCHORS_HOOK, ANCHORS_KEY
+
+
+@dataclass(slots=True)
+class DataPlane:
+    fleet: Fleet
+    store: Store
+    tokenizer: ModelTokenizer
+    gate: Gate
+    limits: Limits
+    sessions: Sessions
+    metrics: Metrics
+    model: str  # the name that clients see
+    router: Router = field(init=False)
+    exchanges: set[Exchange] = field(default_factory=set)  # under way
+
+    def __post_init__(self) -> None:
+        self.router = Router(self.fleet)
+
+    def generation(self, request: TokenRequest, receipt: str) -> Generation:
+        sampling = dict(request.sampling)
+        if not sampling.get("ignore_eos"):
+            ends = dict.fromkeys([*self.tokenizer.end_ids, *sampling.get("stop_token_ids", ())])
+            sampling["stop_token_ids"] = list(ends)
+        anchors = self._anchors(request)
+        if anchors:
+            sampling["custom_params"] = {**sampling.get("custom_params", {}), ANCHORS_KEY: anchors}
+        return Generation(
+            self.fleet,
+            self.router.choose_for(request.prompt_ids, request.session),
+            receipt,
+            list(request.prompt_ids),
+            sampling,
+            stream=request.stream or bool(request.stop),
+        )
+
+    def _anchors(self, request: TokenRequest) -> list[int]:
+        """Where another prompt may leave this one, for models whose sliding windows must be kept there: the end of the
+        prompt, from which a retry or another sample of this turn goes on. What stands before it, the engine finds by
+        the marks of the messages (engine_plugin/message_marks.py)."""
+        if not self.fleet.has_hook(ANCHORS_HOOK) or "custom_params" in request.sampling:
+            return []
+        return [len(request.prompt_ids) - 1] if len(request.prompt_ids) > 1 else []
+
+    async def close(self, grace_s: float) -> None:
+        """Let what is under way end within `grace_s`, then end it, recorded as far as it came."""
+        await self._until_none(grace_s)
+        for exchange in list(self.exchanges):
+            exchange.abandon()
+        await self._until_none(2 * STOP_S)
+        for exchange in list(self.exchanges):
+            exchange.task.cancel()
+
+    async def _until_none(self, seconds: float) -> None:
+        tasks = [exchange.task for exchange in self.exchanges]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)

@@ -1,0 +1,135 @@
+"""From messages, a text or token ids to a TokenRequest: the prompt in tokens, built on the session's earlier turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reef_service.data_plane.answers import Answer, TokenRequest
+from reef_service.data_plane.plane import DataPlane
+from reef_service.data_plane.sessions import Parent, digest_of_ids, digest_of_text
+from reef_service.errors import bad_request
+from reef_service.store.turns import History
+from reef_service.text import messages as m
+from reef_service.text.answer_parser import CALL, THINK, AnswerParser
+from reef_service.text.stitching import next_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What every API asks for besides the prompt. `session` "" means: of no conversation, a session of its own."""
+
+    api: str
+    session: str
+    label: str
+    sampling: Mapping[str, Any]  # without max_new_tokens
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stream: bool
+
+
+async def from_messages(
+    plane: DataPlane,
+    asked: Asked,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> TokenRequest:
+    """A chat. `options` are the template's own (`enable_thinking`, ...). Raises ApiError 400."""
+    template = plane.tokenizer.template
+    if template is None:
+        raise bad_request("the model has no chat template; use /v1/completions or /generate")
+    if len(messages) > plane.limits.messages:
+        raise bad_request(f"{len(messages)} messages; at most {plane.limits.messages} are taken", "messages")
+    tools, options = tools or None, dict(options or {})
+    head = [tools, options]
+    digests = m.digests(messages, head)
+
+    def digest(length: int) -> str | None:
+        return digests[length] if 0 < length < len(messages) else None
+
+    text = template.render(messages, tools=tools, options=options)
+    prompt: list[int] | None = None
+    parent = await plane.sessions.parent(asked.session, "chat", digest) if asked.session else None
+    if parent is not None:
+        rest = next_tokens(
+            plane.tokenizer, messages, parent.history.length, parent.tokens[-1], tools=tools, options=options
+        )
+        prompt = None if rest is None else [*parent.tokens, *rest]
+    if prompt is None:
+        parent, prompt = None, plane.tokenizer.encode(text)
+
+    def history(answer: Answer, tokens: list[int]) -> History:
+        told = {"role": "assistant", "content": answer.content}
+        if answer.calls:
+            told["tool_calls"] = m.normalise(
+                [{"role": "assistant", "tool_calls": [c.to_json() for c in answer.calls]}]
+            )[0]["tool_calls"]
+        whole = [*messages, told]
+        return History("chat", len(whole), m.digests(whole, head)[-1])
+
+    parser = AnswerParser(
+        reasoning=THINK in template.source,
+        tools=bool(tools) and CALL in template.source,
+        thinking_already=text.rstrip().endswith(THINK),
+    )
+    return _request(plane, asked, prompt, parent, history, parser)
+
+
+async def from_text(plane: DataPlane, asked: Asked, text: str) -> TokenRequest:
+    """A text to be gone on with. Raises ApiError 400."""
+
+    def digest(length: int) -> str | None:
+        return digest_of_text(text[:length]) if length <= len(text) else None
+
+    parent = await plane.sessions.parent(asked.session, "text", digest) if asked.session else None
+    if parent is None:
+        prompt = plane.tokenizer.encode(text, special=True)
+    else:
+        prompt = [*parent.tokens, *plane.tokenizer.encode(text[parent.history.length :])]
+
+    def history(answer: Answer, tokens: list[int]) -> History:
+        whole = text + answer.raw
+        return History("text", len(whole), digest_of_text(whole))
+
+    return _request(plane, asked, prompt, parent, history, None)
+
+
+async def from_ids(plane: DataPlane, asked: Asked, ids: Sequence[Any]) -> TokenRequest:
+    """Token ids, which are sent as they are. Raises ApiError 400."""
+    bad = next((i for i in ids if type(i) is not int or not 0 <= i < plane.tokenizer.size), None)
+    if bad is not None:
+        raise bad_request(f"the prompt has {bad!r}, which is no token id; they are 0 to {plane.tokenizer.size - 1}")
+    prompt = list(ids)
+
+    def digest(length: int) -> str | None:
+        return digest_of_ids(prompt[:length]) if length <= len(prompt) else None
+
+    parent = await plane.sessions.parent(asked.session, "ids", digest) if asked.session else None
+
+    def history(answer: Answer, tokens: list[int]) -> History:
+        return History("ids", len(tokens), digest_of_ids(tokens))
+
+    return _request(plane, asked, prompt, parent, history, None)
+
+
+def _request(
+    plane: DataPlane, asked: Asked, prompt: list[int], parent: Parent | None, history: Any, parser: AnswerParser | None
+) -> TokenRequest:
+    if len(asked.stop) > plane.limits.stops:
+        raise bad_request(f"{len(asked.stop)} stop texts; at most {plane.limits.stops} are taken", "stop")
+    sampling = {**asked.sampling, "max_new_tokens": plane.limits.output_for(len(prompt), asked.max_tokens)}
+    return TokenRequest(
+        api=asked.api,
+        session=asked.session,
+        label=asked.label,
+        prompt_ids=prompt,
+        parent=parent.receipt if parent is not None else None,
+        sampling=sampling,
+        stream=asked.stream,
+        history=history,
+        stop=asked.stop,
+        parser=parser,
+    )

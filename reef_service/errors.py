@@ -1,0 +1,50 @@
+"""What a client is told. One error class; each API gives it the shape that its own clients understand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_OPENAI = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    502: "server_error",
+    503: "server_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is not a success. `message` says what was seen and what to do."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float = 0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after  # seconds; 0: no such header
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(max(1, round(self.retry_after)))} if self.retry_after else {}
+
+    def body(self, path: str) -> dict[str, Any]:
+        """In the shape of the API that `path` belongs to."""
+        if path.startswith("/v1/messages"):
+            kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        kind = _OPENAI.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param)

@@ -1,0 +1,145 @@
+"""The gateway: everything that lives as long as the process does, put together and taken apart.
+
+async with running_gateway(config, fleet, model, store, run_dir) as gateway:
+    app = make_app(gateway)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reef_service.config import GatewayConfig
+from reef_service.data_plane.admission import Gate
+from reef_service.data_plane.limits import Limits
+from reef_service.data_plane.plane import DataPlane
+from reef_service.data_plane.sessions import Sessions
+from reef_service.metrics import Metrics
+from reef_service.publisher import Publisher, brief
+from reef_service.store import Store
+from reef_service.text.tokenizer import ModelTokenizer
+from reef_service.watch import Watch
+from slime_backend.engine_client import EngineClient
+from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
+from slime_backend.policy import Policy
+
+GRACE_S = 5.0  # for answers that are under way when the gateway is told to stop
+NEEDED_HOOK = "kv_spans"  # without it no answer has the provenance that is to be recorded
+
+
+@dataclass(slots=True)
+class Gateway:
+    config: GatewayConfig
+    plane: DataPlane
+    publisher: Publisher
+    watch: Watch
+    started_at: float = field(default_factory=time.time)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def stop(self) -> None:
+        """Before the server is closed: pages are let go, requests end or are ended, recorded as far as they came."""
+        self.stopping.set()
+        await self.plane.close(GRACE_S)
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.plane.fleet
+
+    @property
+    def store(self) -> Store:
+        return self.plane.store
+
+    async def state(self) -> dict[str, Any]:
+        """What the page shows."""
+        gate = self.plane.gate
+        return {
+            "now": time.time(),
+            "started_at": self.started_at,
+            "policy": str(self.fleet.policy),
+            "version": self.fleet.version,
+            "model": self.plane.model,
+            "engines": self.watch.engines(),
+            "gate": {"closed": gate.closed, "inside": gate.inside, "waiting": gate.waiting, "refused": gate.refused},
+            "publications": self.publisher.timeline[-12:],
+            "store": await self.store.counts(),
+        }
+
+
+@asynccontextmanager
+async def running_gateway(
+    config: GatewayConfig, fleet: Fleet, model: Path, store: Store, run_dir: Path | None
+) -> AsyncIterator[Gateway]:
+    """Raises TokenizerError, EngineUnfit, StoreError."""
+    for member in fleet.members.values():
+        if NEEDED_HOOK not in member.hooks:
+            raise EngineUnfit(
+                f"engine {member.name}: a gateway records where every token came from; the hook {NEEDED_HOOK} isn't "
+                f"active; start the engine with REEF_SLIME_HOOKS={','.join((*fleet.policy.needed_hooks, NEEDED_HOOK))}"
+            )
+    gate = Gate(limit=config.max_concurrent, queue=config.max_waiting, hold_s=config.hold_s)
+    metrics = Metrics(fleet, gate)
+    watch = Watch(fleet, config.watch_s)
+    metrics.on_turn = watch.turn
+    plane = DataPlane(
+        fleet=fleet,
+        store=store,
+        tokenizer=ModelTokenizer(model),
+        gate=gate,
+        limits=Limits(_context(config, model), config.max_prompt_tokens, config.max_output_tokens),
+        sessions=Sessions(store, most=config.sessions_in_memory, tokens=config.tokens_in_memory),
+        metrics=metrics,
+        model=config.model_name or model.name,
+    )
+    publisher = Publisher(fleet, gate, store, metrics, run_dir / "weights" if run_dir else None)
+    await _note_version(publisher, model)
+    looking = asyncio.create_task(watch.run())
+    try:
+        yield Gateway(config, plane, publisher, watch)
+    finally:
+        looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await looking
+        await plane.close(0)
+
+
+async def join_engines(policy: Policy, urls: list[str], clients: list[EngineClient]) -> Fleet:
+    """A fleet of engines that somebody else started, at the version that most of them serve; the others join at the
+    next publication. `clients` is filled, for the caller to close. Raises FleetError, EngineError."""
+    if not urls:
+        raise FleetError("gateway.engines is empty; name the engines' base URLs, or use `reef-slime up`")
+    clients += [EngineClient(url, name=f"engine{i}") for i, url in enumerate(urls)]
+    labels = await asyncio.gather(*(client.weight_version() for client in clients))
+    version = max(labels, key=labels.count) or "v0"
+    fleet = Fleet(policy, version)
+    for client in clients:
+        await admit(fleet, client)
+    if not fleet.routable():
+        raise FleetError(
+            f"no engine is confirmed at version {version!r}; a publisher that died may have left them paused"
+        )
+    return fleet
+
+
+async def _note_version(publisher: Publisher, model: Path) -> None:
+    """The version that the engines serve at start, as the next in the list unless it is the last one."""
+    store, version = publisher.store, publisher.fleet.version
+    known = await store.publications(limit=50)
+    publisher.timeline = [brief(json.loads(p["report"])) for p in reversed(known) if p["report"] != "{}"]
+    successful = [p for p in known if p["state"] in ("found", "resumed")]
+    if not successful or successful[0]["version"] != version:
+        await store.add_publication(version, "found", checkpoint=str(model.resolve()))
+        publisher.link(version, model)
+
+
+def _context(config: GatewayConfig, model: Path) -> int:
+    if config.context_length is not None:
+        return config.context_length
+    file = model / "config.json"
+    known = json.loads(file.read_text()).get("max_position_embeddings") if file.is_file() else None
+    return int(known or config.max_prompt_tokens + config.max_output_tokens)

@@ -1,0 +1,143 @@
+"""Who may do what: two tokens, compared in constant time, and a bound on bodies. An ASGI layer around everything.
+
+    open    /healthz /readyz, the page and the API's description: they tell nothing
+    agent   /v1/... /generate /reef/report /reef/turns: the agent's token, or the admin's
+    admin   everything else
+
+Without tokens, which only a loopback address may do without, everybody who reaches the gateway may do everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from pathlib import Path
+from typing import Literal
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from reef_service.errors import ApiError
+from slime_backend.config import ConfigError
+
+Role = Literal["open", "agent", "admin"]
+_OPEN = ("/", "/healthz", "/readyz", "/docs", "/openapi.json")
+_OPEN_UNDER = ("/static/", "/docs-assets/")
+_AGENT = ("/generate", "/reef/report")
+_AGENT_UNDER = ("/v1/", "/reef/turns/")
+MIN_TOKEN = 16  # characters
+
+
+class Tokens:
+    """Kept as digests, so that comparing takes as long for a wrong length as for a wrong letter."""
+
+    def __init__(self, agent: str | None, admin: str | None) -> None:
+        self._agent, self._admin = (None if t is None else _digest(t) for t in (agent, admin))
+
+    def role(self, shown: str | None) -> Role:
+        """What somebody who shows this token may do at most."""
+        if self._agent is None and self._admin is None:
+            return "admin"
+        digest = _digest(shown or "")
+        # Both are always compared: how long it takes says nothing.
+        admin = hmac.compare_digest(digest, self._admin or b"\0" * len(digest))
+        agent = hmac.compare_digest(digest, self._agent or b"\0" * len(digest))
+        if shown is None:
+            return "open"
+        return "admin" if admin else "agent" if agent else "open"
+
+
+def read_token(path: Path | None) -> str | None:
+    """The first line of a token file. Raises ConfigError, without the token in it."""
+    if path is None:
+        return None
+    try:
+        token = path.read_text().splitlines()[0].strip()
+    except (OSError, IndexError) as error:
+        raise ConfigError(f"token file {path} can't be read or is empty") from error
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(f"token file {path}: a token has at least {MIN_TOKEN} characters")
+    return token
+
+
+def needed(path: str) -> Role:
+    if path in _OPEN or path.startswith(_OPEN_UNDER):
+        return "open"
+    if path in _AGENT or path.startswith(_AGENT_UNDER):
+        return "agent"
+    return "admin"
+
+
+class Guard:
+    """The ASGI layer."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens, max_body: int) -> None:
+        self.app, self.tokens, self.max_body = app, tokens, max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        error = self._refusal(scope["path"], headers)
+        if error is not None:
+            await _answer(error, scope["path"], send)
+            return
+        if b"content-length" in headers:
+            await self.app(scope, receive, send)
+            return
+        await self._bounded(scope, receive, send)
+
+    def _refusal(self, path: str, headers: dict[bytes, str]) -> ApiError | None:
+        role, wanted = self.tokens.role(_shown(headers)), needed(path)
+        if wanted == "admin" and role == "agent":
+            return ApiError(403, "this needs the admin token")
+        if wanted != "open" and role == "open":
+            return ApiError(401, "no valid token: send it as `Authorization: Bearer TOKEN` or `x-api-key: TOKEN`")
+        length = headers.get(b"content-length", "")
+        if length and (not length.isdigit() or int(length) > self.max_body):
+            return ApiError(413, f"the body is larger than {self.max_body} bytes")
+        return None
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A body of unknown length is read up to the bound before anybody sees it."""
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self.max_body:
+                await _answer(ApiError(413, f"the body is larger than {self.max_body} bytes"), scope["path"], send)
+                return
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(scope, replay, send)
+
+
+def _shown(headers: dict[bytes, str]) -> str | None:
+    kind, _, token = headers.get(b"authorization", "").partition(" ")
+    if kind.lower() == "bearer" and token:
+        return token.strip()
+    return headers.get(b"x-api-key")
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+async def _answer(error: ApiError, path: str, send: Send) -> None:
+    body = json.dumps(error.body(path)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if error.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

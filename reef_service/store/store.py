@@ -1,0 +1,122 @@
+"""The store as the gateway uses it: writes are on the disk when they return, reads happen beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, insert, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from reef_service.store import leases, samples
+from reef_service.store.database import READERS, Database
+from reef_service.store.errors import StoreError
+from reef_service.store.leases import Lease, Wish
+from reef_service.store.reports import Report, add_report
+from reef_service.store.samples import StoredSample
+from reef_service.store.schema import publications, turns
+from reef_service.store.turns import History, Placed, Turn, add_turn, record_of
+from reef_service.store.writer import Writer
+from slime_backend.provenance.records import RolloutRecord
+
+T = TypeVar("T")
+
+
+class Store:
+    """Safe for use from one event loop; see `open_store`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.writer = Writer(database.writing)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-reader")
+
+    # ---- written ------------------------------------------------------------------------------------------------
+
+    async def add_turn(self, turn: Turn) -> Placed:
+        return await self.writer.write(lambda connection: add_turn(connection, turn))
+
+    async def add_report(self, report: Report) -> dict[str, Any]:
+        """Raises ReportConflict, UnknownReceipts."""
+        return await self.writer.write(lambda connection: add_report(connection, report))
+
+    async def lease(self, wish: Wish) -> Lease:
+        return await self.writer.write(lambda connection: leases.give(connection, wish))
+
+    async def ack(self, lease_id: str) -> int:
+        """Raises UnknownLease, LeaseGone."""
+        return await self.writer.write(lambda connection: leases.ack(connection, lease_id))
+
+    async def release(self, lease_id: str) -> int:
+        """Raises UnknownLease."""
+        return await self.writer.write(lambda connection: leases.release(connection, lease_id))
+
+    async def add_publication(
+        self, version: str, state: str, *, checkpoint: str = "", report: dict[str, Any] | None = None
+    ) -> int:
+        """Returns its number. `state`: found (at start), or that of the publication's report."""
+
+        def add(connection: Connection) -> int:
+            values = {"version": version, "state": state, "checkpoint": checkpoint, "at": time.time()}
+            added = connection.execute(insert(publications).values(report=json.dumps(report or {}), **values))
+            return int(added.inserted_primary_key[0])  # type: ignore[index]
+
+        return await self.writer.write(add)
+
+    # ---- read ---------------------------------------------------------------------------------------------------
+
+    async def read(self, query: Callable[[Connection], T]) -> T:
+        """Raises StoreError where the database doesn't answer."""
+
+        def run() -> T:
+            try:
+                with self._database.reading.connect() as connection:
+                    return query(connection)
+            except SQLAlchemyError as error:
+                raise StoreError(f"the store can't be read: {str(error).splitlines()[0]}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._readers, run)
+
+    async def samples(self, lease: Lease) -> list[StoredSample]:
+        return await self.read(lambda connection: [samples.read_sample(connection, key) for key in lease.samples])
+
+    async def history(self, session: str) -> list[tuple[str, History, int]]:
+        return await self.read(lambda connection: samples.read_history(connection, session))
+
+    async def tokens(self, receipt: str) -> list[int]:
+        return await self.read(lambda connection: samples.read_tokens(connection, receipt))
+
+    async def turn(self, receipt: str) -> dict[str, Any] | None:
+        return await self.read(lambda connection: samples.read_turn(connection, receipt))
+
+    async def counts(self) -> dict[str, Any]:
+        return await self.read(samples.read_counts)
+
+    async def publications(self, limit: int = 50) -> list[dict[str, Any]]:
+        return list(await self.read(lambda connection: samples.read_publications(connection, limit)))
+
+    def records(self) -> Iterator[RolloutRecord]:
+        """Every turn with complete provenance, oldest first; blocks, for use without the event loop."""
+        query = select(turns).where(turns.c.state == "complete").order_by(turns.c.finished_at, turns.c.receipt)
+        with self._database.reading.connect().execution_options(yield_per=200) as connection:
+            for row in connection.execute(query).mappings():
+                yield record_of(row)
+
+    def close(self) -> None:
+        self.writer.close()
+        self._readers.shutdown()
+        self._database.close()
+
+
+@contextmanager
+def open_store(url: str) -> Iterator[Store]:
+    """Open, and make where it isn't there. Raises StoreError, one line, without the address's password."""
+    store = Store(Database(url))
+    try:
+        yield store
+    finally:
+        store.close()

@@ -1,0 +1,197 @@
+"""One answered request as it is stored, and where it lies among the others of its session."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import Connection, RowMapping, bindparam, func, insert, select, update
+
+from reef_service.store.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
+from reef_service.store.schema import publications, trajectories, turns
+from slime_backend.provenance.classes import CLASSES
+from slime_backend.provenance.records import RolloutRecord
+from slime_backend.wire import KvSegment, Prefill, Span
+
+TurnState = Literal[
+    "complete",  # the client has the answer and every token's provenance is known
+    "spliced",  # an engine was lost in the middle of a stream, another one went on: provenance of the first part is not
+    "disconnected",  # the client went away; what had been sampled by then is kept
+    "failed",  # no engine finished it
+]
+CONTINUABLE = ("complete", "spliced")  # the client holds exactly these tokens
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a conversation consists of up to some point: `length` items of `kind`, with this digest."""
+
+    kind: str  # chat: messages; text: characters; ids: tokens
+    length: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`record` without group and reward, which belong to trajectories."""
+
+    record: RolloutRecord
+    parent: str | None
+    api: str
+    state: TurnState
+    label: str
+    history: History
+
+    @property
+    def rollout_class(self) -> str:
+        return self.record.rollout_class if self.state == "complete" else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a turn was put."""
+
+    trajectory: int
+    forked: bool  # it begins a trajectory although its session has others
+
+
+# Built once: to build a statement costs SQLAlchemy several times what SQLite needs to run it.
+_FIND_OPEN = select(trajectories).where(
+    trajectories.c.session == bindparam("session"),
+    trajectories.c.tip == bindparam("parent"),
+    trajectories.c.scored_at.is_(None),
+)
+_LAST_NUMBER = select(func.max(trajectories.c.number)).where(trajectories.c.session == bindparam("session"))
+_BEGIN_TRAJECTORY = insert(trajectories)
+_EXTEND_TRAJECTORY = (
+    update(trajectories)
+    .where(trajectories.c.session == bindparam("of_session"), trajectories.c.number == bindparam("of_number"))
+    .values({name: bindparam(f"new_{name}") for name in ("tip", "turns", "class", "oldest", "sound")})
+)
+_INSERT_TURN = insert(turns)
+_NUMBERS_OF_VERSION = select(func.max(publications.c.number)).where(
+    publications.c.version == bindparam("version"), publications.c.state.in_(("found", "resumed"))
+)
+
+
+def add_turn(connection: Connection, turn: Turn) -> Placed:
+    """Store a turn; it goes on with its parent's trajectory while that is open and the parent is its last turn.
+
+    A turn that the client can't go on from is in no trajectory (number -1), and nobody trains on it.
+    """
+    oldest = _oldest(connection, turn.record)
+    placed = _place(connection, turn, oldest) if turn.state in CONTINUABLE else Placed(-1, forked=False)
+    connection.execute(_INSERT_TURN, _row(turn, placed, oldest))
+    return placed
+
+
+def _place(connection: Connection, turn: Turn, oldest: int) -> Placed:
+    session = turn.record.session
+    parents = None
+    if turn.parent is not None:
+        parents = connection.execute(_FIND_OPEN, {"session": session, "parent": turn.parent}).mappings().first()
+    sound = int(turn.state == "complete")
+    if parents is not None:
+        connection.execute(
+            _EXTEND_TRAJECTORY,
+            {
+                "of_session": session,
+                "of_number": parents["number"],
+                "new_tip": turn.record.receipt,
+                "new_turns": parents["turns"] + 1,
+                "new_class": stronger(parents["class"], turn.rollout_class),
+                "new_oldest": min(parents["oldest"], oldest),
+                "new_sound": min(parents["sound"], sound),
+            },
+        )
+        return Placed(parents["number"], forked=False)
+    last = connection.scalar(_LAST_NUMBER, {"session": session})
+    number = 0 if last is None else last + 1
+    connection.execute(
+        _BEGIN_TRAJECTORY,
+        {
+            "session": session,
+            "number": number,
+            "label": turn.label,
+            "tip": turn.record.receipt,
+            "turns": 1,
+            "class": turn.rollout_class,
+            "oldest": oldest,
+            "sound": sound,
+        },
+    )
+    return Placed(number, forked=last is not None)
+
+
+def _row(turn: Turn, placed: Placed, oldest: int) -> dict[str, Any]:
+    record = turn.record
+    return {
+        "receipt": record.receipt,
+        "session": record.session,
+        "trajectory": placed.trajectory,
+        "parent": turn.parent,
+        "label": turn.label,
+        "api": turn.api,
+        "state": turn.state,
+        "engine": record.engine,
+        "submitted_at": record.submitted_at,
+        "finished_at": record.finished_at,
+        "prompt_ids": pack_ids(record.prompt_ids),
+        "output_ids": pack_ids(record.output_ids),
+        "logprobs": pack_floats(record.logprobs),
+        "provenance": _provenance(record),
+        "class": turn.rollout_class,
+        "oldest": oldest,
+        "finish_reason": record.finish_reason,
+        "temperature": record.temperature,
+        "attempts": record.attempts,
+        "history_kind": turn.history.kind,
+        "history_length": turn.history.length,
+        "history_digest": turn.history.digest,
+    }
+
+
+def stronger(one: str, other: str) -> str:
+    """The class of both together. "" (unknown) wins: a trajectory is known only where all of it is."""
+    if not one or not other:
+        return ""
+    return max(one, other, key=CLASSES.index)  # type: ignore[arg-type]
+
+
+def record_of(row: RowMapping, *, group: str = "", reward: float = 0.0) -> RolloutRecord:
+    """The record of a row of `turns`."""
+    provenance = json.loads(row["provenance"])
+    return RolloutRecord(
+        receipt=row["receipt"],
+        group=group or row["label"] or row["session"],
+        engine=row["engine"],
+        question="",
+        prompt_ids=tuple(unpack_ids(row["prompt_ids"])),
+        output_ids=tuple(unpack_ids(row["output_ids"])),
+        logprobs=tuple(unpack_floats(row["logprobs"])),
+        temperature=row["temperature"],
+        reward=reward,
+        finish_reason=row["finish_reason"],
+        spans=tuple(Span.from_json(s) for s in provenance["spans"]),
+        segments=tuple(KvSegment.from_json(s) for s in provenance["segments"]),
+        prefills=tuple(Prefill.from_json(p) for p in provenance["prefills"]),
+        submitted_at=row["submitted_at"],
+        finished_at=row["finished_at"],
+        attempts=row["attempts"],
+        session=row["session"],
+    )
+
+
+def _provenance(record: RolloutRecord) -> str:
+    data = record.to_json()
+    return json.dumps({name: data[name] for name in ("spans", "segments", "prefills")}, separators=(",", ":"))
+
+
+def _oldest(connection: Connection, record: RolloutRecord) -> int:
+    """The publication that the oldest token is of; 0 where its version is in no list of ours.
+
+    A name that came twice (a rollback) counts as its last coming, the one that requests ran under.
+    """
+    numbers = [connection.scalar(_NUMBERS_OF_VERSION, {"version": name}) for name in record.versions]
+    return min((number or 0 for number in numbers), default=0)

@@ -1,0 +1,1 @@
+"""Messages to token ids and token ids to messages, with the model's own tokenizer and chat template, without torch."""

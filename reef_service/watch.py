@@ -1,0 +1,87 @@
+"""Looks at every engine again and again: retires what no longer answers, admits what has come back, and remembers what
+the engines count, for the page and for /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from slime_backend.engine_client import EngineError
+from slime_backend.fleet import Fleet, FleetError, Member, admit
+from slime_backend.provenance.records import RolloutRecord
+
+log = logging.getLogger(__name__)
+MISSES = 3  # looks without an answer until an engine is retired
+HITS_OF = 256  # the last admissions that a hit rate is of
+
+
+@dataclass(slots=True)
+class Seen:
+    """One engine, as it was seen last."""
+
+    kv: list[dict[str, Any]] = field(default_factory=list)  # per rank, raw counts
+    at: float = 0.0
+    misses: int = 0
+    hits: list[tuple[int, int]] = field(default_factory=list)  # (cached, total) of its last prefills
+
+
+class Watch:
+    def __init__(self, fleet: Fleet, every_s: float) -> None:
+        self.fleet, self.every_s = fleet, every_s
+        self.seen: dict[str, Seen] = {}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(self.every_s)
+            # Not during a publication: it has its own view of every engine, and a paused one isn't a dead one.
+            if not self.fleet.publishing.locked():
+                await asyncio.gather(*(self._look(m) for m in list(self.fleet.members.values())))
+
+    def turn(self, record: RolloutRecord) -> None:
+        seen = self.seen.setdefault(record.engine, Seen())
+        seen.hits = [*seen.hits, *((p.cached, p.total) for p in record.prefills)][-HITS_OF:]
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Every engine as JSON, for the page."""
+        return [self._engine(m) for m in self.fleet.members.values()]
+
+    async def _look(self, member: Member) -> None:
+        seen = self.seen.setdefault(member.name, Seen())
+        try:
+            reports = await member.client.reports()
+        except EngineError as error:
+            seen.misses += 1
+            if seen.misses == MISSES and member.status != "retired":
+                self.fleet.retire(member, f"it doesn't answer: {error.seen}")
+            return
+        seen.kv, seen.at, seen.misses = [asdict(r.kv) for r in reports], time.time(), 0
+        if member.status == "retired" and not self.fleet.publishing.locked():
+            try:
+                await admit(self.fleet, member.client)
+            except (FleetError, EngineError) as error:
+                member.reason = f"{member.reason.split(' (not admitted again')[0]} (not admitted again: {error})"
+            else:
+                log.warning("%s is back and was admitted again", member.name)
+
+    def _engine(self, member: Member) -> dict[str, Any]:
+        seen = self.seen.get(member.name, Seen())
+        total = sum(t for _, t in seen.hits)
+        free, capacity = (sum(kv[name] for kv in seen.kv) for name in ("full_free", "full_capacity"))
+        return {
+            "name": member.name,
+            "url": member.client.url,
+            "status": member.status,
+            "version": member.version,
+            "reason": member.reason,
+            "in_flight": member.in_flight,
+            "kv_free": free,
+            "kv_capacity": capacity,
+            "running": sum(kv["running"] for kv in seen.kv),
+            "paused": any(kv["paused"] for kv in seen.kv),
+            "hit_rate": sum(c for c, _ in seen.hits) / total if total else None,
+            "seen_at": seen.at,
+        }

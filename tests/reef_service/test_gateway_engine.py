@@ -1,0 +1,118 @@
+"""The gateway in front of a real engine: every receipt's provenance holds under audit, through publications too."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from reef_service.app import make_app
+from reef_service.cli_gateway import export
+from reef_service.config import GatewayConfig
+from reef_service.gateway import running_gateway
+from reef_service.server import serving
+from reef_service.store import open_store
+from slime_backend.policy import decide
+from tests.helpers import fleet_on, load
+from tests.reef_service.harness import Client, until
+from tests.reef_service.test_faults import read_stream
+
+pytestmark = pytest.mark.engine
+
+
+@asynccontextmanager
+async def gateway_on_engine(engine, sources, tiny_model, tmp_path):
+    """(client, gateway) at known weights: those of `a`, which are linked as the first version."""
+    async with fleet_on(engine, decide("disjoint", "retract")) as (fleet, client):
+        await load(client, sources["a"], tmp_path)
+        with open_store(f"sqlite:///{tmp_path}/run/gateway.sqlite") as store:
+            async with (
+                running_gateway(GatewayConfig(), fleet, tiny_model, store, tmp_path / "run") as gateway,
+                serving(make_app(gateway), "127.0.0.1", 0) as url,
+            ):
+                yield Client(url), gateway
+
+
+def chat(*said, **more):
+    roles = ["user", "assistant"]
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    return {"messages": messages, "max_tokens": 40, "ignore_eos": True, **more}
+
+
+def test_sessions_publications_and_clients_that_leave_hold_under_audit(
+    engine, sources, models, tiny_model, tiny_model_b, tmp_path, run_async
+):
+    from slime_backend.local_trainer.models import load_model
+    from slime_backend.provenance.audit import audit_run
+
+    question = "Tell me of the sea. " * 20
+
+    async def work():
+        async with gateway_on_engine(engine, sources, tiny_model, tmp_path) as (client, gateway):
+            status, first = await client.post("/v1/chat/completions", chat(question), x_reef_session="s")
+            assert status == 200, first
+            said = first["choices"][0]["message"]["content"]
+            _, second = await client.post("/v1/chat/completions", chat(question, said, "and?"), x_reef_session="s")
+
+            leaves = {**chat(question), "max_tokens": 4000, "stream": True}
+            reader, writer = await client.send("POST", "/v1/chat/completions", leaves, x_reef_session="left")
+            await reader.readuntil(b"chat.completion.chunk")
+            await asyncio.sleep(0.3)
+            writer.close()
+            await until(lambda: not gateway.plane.exchanges, 30)
+
+            streams = [
+                await client.send("POST", "/v1/chat/completions", {**chat(f"{i}"), "max_tokens": 300, "stream": True})
+                for i in range(4)
+            ]
+            for reader, _ in streams:
+                await reader.readuntil(b"chat.completion.chunk")
+            body = {"version": "published", "checkpoint": str(tiny_model_b)}
+            status, report = await client.post("/reef/publications", body)
+            assert (status, report["state"]) == (200, "resumed"), report
+            through = [await read_stream(reader) for reader, _ in streams]
+            await client.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 9}})
+            turns = {r.receipt: r for r in gateway.store.records()}
+            return second, through, turns, await gateway.store.counts(), gateway.fleet.version
+
+    second, through, turns, counts, version = run_async(work(), 240)
+    again = turns[second["reef"]["receipt"]]
+    # All but the last token of the turn before, whose KV was not computed yet, and what came since.
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(again.prompt_ids) - 20
+    assert counts["states"] == {"complete": 7, "disconnected": 1}
+    assert all(done for _, done in through)
+    crossed = [turns[next(e["reef"]["receipt"] for e in events if "reef" in e)] for events, _ in through]
+    assert all(record.versions[-1] == version for record in crossed)
+    assert any(len(record.versions) == 2 for record in crossed)
+    assert "7 turns added to the 0" in export(tmp_path / "run", None)
+    audit = audit_run(tmp_path / "run", load_model)
+    assert audit.rollouts == 7
+    assert [str(v) for v in audit.violations] == []
+    assert audit.max_abs_logprob_diff < 1e-4
+    assert "0 turns added to the 7" in export(tmp_path / "run", None)
+
+
+def test_the_tokens_of_a_client_that_left_have_their_provenance(engine, sources, tiny_model, tmp_path, run_async):
+    async def work():
+        async with gateway_on_engine(engine, sources, tiny_model, tmp_path) as (client, gateway):
+            for stream in (True, False):
+                body = {**chat("go"), "max_tokens": 4000, "stream": stream}
+                _, writer = await client.send("POST", "/v1/chat/completions", body, x_reef_session=f"left-{stream}")
+                await until(lambda: gateway.plane.gate.inside == 1)
+                await asyncio.sleep(1.0)
+                writer.close()
+                await until(lambda: not gateway.plane.exchanges, 30)
+            from sqlalchemy import select
+
+            from reef_service.store.schema import turns
+
+            rows = await gateway.store.read(lambda c: [r.receipt for r in c.execute(select(turns.c.receipt))])
+            return [await gateway.store.turn(receipt) for receipt in rows]
+
+    found = run_async(work(), 120)
+    assert len(found) == 2
+    for turn in found:
+        assert (turn["state"], turn["finish_reason"]) == ("disconnected", "abort")
+        assert 0 < len(turn["output_ids"]) < 4000
+        assert turn["segments"][-1]["end"] == len(turn["output_ids"])

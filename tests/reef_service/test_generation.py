@@ -1,0 +1,173 @@
+"""One request on a fleet of fake engines: streamed or not, through publications, deaths and aborts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from reef_service.data_plane.generation import Generation
+from slime_backend.dispatch import RequestLost
+from slime_backend.engine_client import EngineRefused
+from slime_backend.fleet import FleetError
+from slime_backend.publication import publish
+from slime_backend.simulation.transport import NameTransport
+from tests.fake_fleet import fake_fleet
+
+PROMPT = list(range(40))
+
+
+def generation(fleet, tokens=50, stream=True, choose=None, **extra):
+    sampling = {"max_new_tokens": tokens}
+    return Generation(fleet, choose or (lambda found: found[0]), "r1", list(PROMPT), sampling, stream, extra)
+
+
+async def finish(made, on_progress=None):
+    seen = []
+    async for start, end in made.run():
+        seen.append((start, end))
+        if on_progress is not None:
+            await on_progress(end)
+    return seen
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_tokens_and_logprobs_are_the_engines_own(run_async, stream):
+    async def work():
+        async with fake_fleet(1, answer=lambda ids: [i + 1 for i in ids[:20]]) as (fleet, engines):
+            made = generation(fleet, stream=stream)
+            steps = await finish(made)
+            return made, steps, engines[0].bodies
+
+    made, steps, bodies = run_async(work())
+    assert made.output_ids == list(range(1, 21))
+    assert made.logprobs == [-1.0 - i / 1000 for i in range(20)]
+    assert (made.finish_reason["type"], made.attempts, made.spliced) == ("stop", 1, False)
+    assert (len(steps) > 1) == stream
+    assert [start for start, _ in steps] == [0, *(end for _, end in steps[:-1])]
+    assert bodies[0]["input_ids"] == PROMPT
+    assert bodies[0]["return_logprob"] is True
+
+
+def test_a_publication_in_the_middle_of_a_stream_is_lived_through(run_async):
+    async def work():
+        async with fake_fleet(2) as (fleet, _):
+            made = generation(fleet, tokens=60)
+
+            async def at(end):
+                if end == 10:
+                    await publish(fleet, NameTransport(), "v1")
+
+            await finish(made, at)
+            return made
+
+    made = run_async(work())
+    assert len(made.output_ids) == 60
+    assert not made.spliced
+    spans = made.meta["weight_versions"]
+    assert [s["version"] for s in spans] == ["v0", "v1"]
+    assert made.meta["truth"] == spans
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_dies_is_replaced(run_async, stream):
+    """Streamed tokens are kept and gone on from; an answer that nobody has seen is made anew, whole."""
+
+    async def work():
+        async with fake_fleet(2) as (fleet, engines):
+            made = generation(fleet, tokens=40, stream=stream)
+            work = asyncio.create_task(finish(made))
+            await asyncio.sleep(0.05)
+            had = len(made.output_ids)
+            await engines[0].stop()
+            await work
+            return made, had, engines[1].bodies, fleet.retired()
+
+    made, had, bodies, retired = run_async(work())
+    assert len(made.output_ids) == len(made.logprobs) == 40
+    assert (made.attempts, made.engine) == (2, "engine1")
+    assert "no longer answers" in retired["engine0"]
+    assert made.spliced == stream
+    if stream:
+        sent = bodies[0]
+        assert len(sent["input_ids"]) - len(PROMPT) >= had > 0
+        assert sent["sampling_params"]["max_new_tokens"] == 40 - (len(sent["input_ids"]) - len(PROMPT))
+    else:
+        assert bodies[0]["input_ids"] == PROMPT
+
+
+def test_no_token_of_an_unconfirmed_engine_is_passed_on(run_async):
+    """The second engine lies about its load: it is retired, and what it streams afterwards is not read."""
+
+    async def work():
+        async with fake_fleet(2) as (fleet, engines):
+            made = generation(fleet, tokens=80, choose=lambda found: found[-1])
+
+            async def at(end):
+                if end == 10:
+                    engines[1].faults["/update_weights_from_disk"] = ["refuse"]
+                    await publish(fleet, NameTransport(), "v1")
+
+            await finish(made, at)
+            return made, fleet.retired()
+
+    made, retired = run_async(work())
+    assert "load" in retired["engine1"]
+    assert made.engine == "engine0"
+    assert made.spliced
+    assert len(made.output_ids) == 80
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_stopping_ends_the_request_at_the_engine_and_keeps_its_provenance(run_async, stream):
+    async def work():
+        async with fake_fleet(1) as (fleet, engines):
+            made = generation(fleet, tokens=5000, stream=stream)
+            work = asyncio.create_task(finish(made))
+            await asyncio.sleep(0.1)
+            made.stop()
+            await asyncio.wait_for(work, 5)
+            return made, engines[0]
+
+    made, engine = run_async(work())
+    assert made.finish_reason["type"] == "abort"
+    assert made.meta["kv_provenance"][-1]["end"] == len(made.output_ids) > 0
+    assert engine.calls.count("/abort_request") == 1
+    assert not engine.ranks[0].requests
+
+
+def test_an_abort_that_nobody_asked_for_is_not_an_answer(run_async):
+    async def work():
+        async with fake_fleet(1) as (fleet, engines):
+            made = generation(fleet, tokens=60)
+
+            async def at(end):
+                if end == 10 and made.attempts == 1:
+                    engines[0].ranks[0].abort(None)
+
+            await finish(made, at)
+            return made
+
+    made = run_async(work())
+    assert (len(made.output_ids), made.attempts, made.spliced) == (60, 2, True)
+
+
+def test_a_wrong_request_is_refused_and_not_repeated(run_async):
+    async def work():
+        async with fake_fleet(1) as (fleet, _):
+            made = generation(fleet, tokens=0)
+            with pytest.raises(EngineRefused, match="empty request"):
+                await finish(made)
+            return made
+
+    assert run_async(work()).attempts == 1
+
+
+def test_without_any_engine_it_says_so(run_async):
+    async def work():
+        async with fake_fleet(1) as (fleet, engines):
+            await engines[0].stop()
+            with pytest.raises((RequestLost, FleetError), match="no engine left"):
+                await finish(generation(fleet))
+
+    run_async(work())
