@@ -89,9 +89,12 @@ class Sending:
         works: list[Any] = [dist.broadcast(t.data, 0, group=group, async_op=True) for _, t in tensors]
         refused = self._watch(answers, works)
         if refused is None:
-            for work in works:
-                work.wait()
-            return True
+            try:
+                for work in works:
+                    work.wait()
+                return True
+            except RuntimeError as error:  # our side broke, whatever the engines say
+                refused = dict.fromkeys(engines, f"the broadcast to it failed: {error}")
         self._free(group_name, answers, refused)
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -182,13 +183,16 @@ def test_in_place_keeps_the_requests_in_flight(tmp_path):
             from slime_backend.engine_client import EngineClient
 
             async with EngineClient(engines[0].url, deadlines=FAST) as client:
-                return await client.generate({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 100}})
+                return await client.generate({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1000}})
 
         answers = []
         thread = threading.Thread(target=lambda: answers.append(asyncio.run(ask())))
         thread.start()
-        while not engines[0].fake.ranks[0].requests:
-            pass
+        rank = engines[0].fake.ranks[0]
+        until = time.monotonic() + 30
+        while not (rank.requests and rank.requests[0].sampled):
+            assert time.monotonic() < until
+            time.sleep(0.001)
         publish(publisher, engines, "2")
         thread.join()
         meta = answers[0]["meta_info"]

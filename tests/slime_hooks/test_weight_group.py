@@ -29,12 +29,14 @@ class StubWork:
 
     def wait(self):
         assert self.group.joined
+        if self.group.error:
+            raise self.group.error
 
 
 @pytest.fixture
 def two_engines(monkeypatch):
     """Two fake engines with open sessions, their clients, and a group that every engine has joined."""
-    group = SimpleNamespace(joined=True, sent=0)
+    group = SimpleNamespace(joined=True, sent=0, error=None)
 
     def broadcast(tensor, source, *, group, async_op):
         group.sent += 1
@@ -115,6 +117,15 @@ def test_a_broadcast_that_never_ends_though_all_answered_fails_everybody(two_eng
     sending = Sending(loop, clients, 0.3)
     assert not sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
     assert sorted(sending.failed) == ["e0", "e1"]
+
+
+def test_a_broadcast_that_fails_on_our_side_is_not_raised_in_the_middle_of_a_collective(two_engines):
+    loop, _, clients, group = two_engines
+    group.error = RuntimeError("connection closed")
+    sending = Sending(loop, clients, 5.0)
+    assert not sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    assert sorted(sending.failed) == ["e0", "e1"]
+    assert "connection closed" in sending.failed["e0"]
 
 
 def test_tensors_in_shared_memory(two_engines):
