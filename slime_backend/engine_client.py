@@ -205,8 +205,10 @@ class EngineClient:
             raise
         return True
 
-    async def end_weight_session(self) -> None:
-        await self.call("POST", "/end_weight_update", body={}, deadline=self.deadlines.load)
+    async def end_weight_session(self, deadline: float | None = None) -> None:
+        """Close it; `deadline`: as for a load, since the engine may have to process the weights."""
+        seconds = self.deadlines.load if deadline is None else deadline
+        await self.call("POST", "/end_weight_update", body={}, deadline=seconds)
 
     async def join_weight_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str

@@ -83,8 +83,8 @@ class _Call:
 class StandIn:
     """One engine, as slime's updaters see it while the transaction loads. `sending` is None where it isn't loaded."""
 
-    def __init__(self, actor: Any, name: str, sending: Sending | None, link: Link) -> None:
-        self.actor, self.name, self.sending, self.link = actor, name, sending, link
+    def __init__(self, actor: Any, name: str, sending: Sending | None) -> None:
+        self.actor, self.name, self.sending = actor, name, sending
 
     def __getattr__(self, method: str) -> Any:
         if method in CONTROLS:
@@ -183,18 +183,27 @@ def _send(updater: Any, names: Sequence[str], version_before: int, move: Callabl
     sending = Sending(link.loop, clients, link.args.reef_load_timeout, failed=missing)
     _reconnect(updater, link, engines, sending)
     updater.weight_version = version_before  # slime's update counts it up, in each round
-    with _stand_ins(updater, link, engines, sending):
+    with _stand_ins(updater, engines, sending):
         move(updater)
+    if sending.broken:
+        _give_up_group(updater, link)
+        sending.free()
     return sending.failed
 
 
+def _give_up_group(updater: Any, link: Link) -> None:
+    holder = [updater._model_update_groups]
+    link.connected, updater._model_update_groups = frozenset(), None
+    give_up(holder)
+
+
 @contextmanager
-def _stand_ins(updater: Any, link: Link, engines: dict[str, RayEngine], sending: Sending) -> Iterator[None]:
+def _stand_ins(updater: Any, engines: dict[str, RayEngine], sending: Sending) -> Iterator[None]:
     names = {engine.key: name for name, engine in engines.items()}
 
     def stand_in(actor: Any) -> StandIn:
         name = names.get(key_of(actor), "")
-        return StandIn(actor, name, sending if name else None, link)
+        return StandIn(actor, name, sending if name else None)
 
     def of(actors: Sequence[Any]) -> list[StandIn]:
         return [s for s in map(stand_in, actors) if s.sending is not None]
@@ -232,9 +241,8 @@ def _reconnect(updater: Any, link: Link, engines: dict[str, RayEngine], sending:
     if keys == link.connected:
         return
     if link.connected:
-        give_up(updater._model_update_groups)
+        _give_up_group(updater, link)
     _leave(link, engines, updater._group_name)
-    link.connected, updater._model_update_groups = frozenset(), None
     if not wanted:
         return
     from slime.backends.megatron_utils.update_weight import update_weight_from_distributed as module
@@ -302,12 +310,10 @@ def broadcast(
 ) -> list[Any]:
     """In the place of slime's `update_weights_from_distributed`. No label: that is the transaction's last step."""
     if rollout_engines:
-        sending, link = rollout_engines[0].sending, rollout_engines[0].link
+        sending = rollout_engines[0].sending
         assert sending is not None
         names = [engine.name for engine in rollout_engines]
-        if not sending.broadcast(group_name, group, names, converted_named_tensors, load_format):
-            give_up(group)
-            link.connected = frozenset()
+        sending.broadcast(group_name, group, names, converted_named_tensors, load_format)
     return []
 
 

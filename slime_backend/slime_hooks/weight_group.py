@@ -11,6 +11,7 @@ the rest of the weights is gathered as usual and sent to nobody.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent import futures
@@ -38,6 +39,8 @@ class Sending:
     deadline_s: float
     failed: dict[str, str] = field(default_factory=dict)
     until: float = field(init=False)
+    _broken_group: str | None = None
+    _in_broken: dict[str, Future[None]] = field(default_factory=dict)  # answers that were awaited when it broke
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.deadline_s
@@ -45,7 +48,7 @@ class Sending:
     @property
     def over(self) -> bool:
         """Nothing more is sent: what follows in this round would reach engines that don't have what came before."""
-        return bool(self.failed)
+        return bool(self.failed) or self.broken
 
     def take_tensors(self, engine: str, serialized: Sequence[str], load_format: str | None) -> None:
         """Have one engine load tensors from shared memory, and wait for its answer."""
@@ -64,13 +67,10 @@ class Sending:
         engines: Sequence[str],
         tensors: Sequence[NamedTensor],
         load_format: str | None,
-    ) -> bool:
-        """Broadcast `tensors` from rank 0 of `group` to `engines`, and wait until each has loaded them.
-
-        Returns False where that failed: the group must be given up, then.
-        """
+    ) -> None:
+        """Broadcast `tensors` from rank 0 of `group` to `engines`, and wait until each has loaded them."""
         if self.over:
-            return True  # not the group's fault
+            return
         answers = {
             name: self._ask(
                 self.clients[name].receive_tensors(
@@ -92,14 +92,18 @@ class Sending:
             try:
                 for work in works:
                     work.wait()
-                return True
+                return
             except RuntimeError as error:  # our side broke, whatever the engines say
                 refused = dict.fromkeys(engines, f"the broadcast to it failed: {error}")
-        self._free(group_name, answers, refused)
-        return False
+        self.failed |= refused
+        self._in_broken = {name: answer for name, answer in answers.items() if name not in refused}
+        self._broken_group = group_name
 
     def _ask(self, call: Coroutine[Any, Any, None]) -> Future[None]:
         return self.loop.submit(call)
+
+    def _leave(self, engine: str, group_name: str) -> Future[None]:
+        return self._ask(_quietly(self.clients[engine].leave_weight_group(group_name)))
 
     def _watch(self, answers: Mapping[str, Future[None]], works: Sequence[Any]) -> dict[str, str] | None:
         """None once every engine has it. Else those that said no while the others waited; empty at the deadline."""
@@ -113,16 +117,27 @@ class Sending:
                 return {}
             time.sleep(POLL_S)
 
-    def _free(self, group_name: str, answers: Mapping[str, Future[None]], refused: Mapping[str, str]) -> None:
-        """Free the engines that wait inside the broadcast, and find out which of them still answer.
+    @property
+    def broken(self) -> bool:
+        """A broadcast was left in the middle: its group must be given up, and `free` called."""
+        return self._broken_group is not None
 
-        They wait for a peer: for us, or, where the broadcast runs along a tree, for the engine that refused. Its own
-        side of the group is closed by asking it to.
+    def free(self) -> None:
+        """Free the engines that wait inside the broken broadcast, and find out which of them still answer.
+
+        They wait for a peer: for us (`give_up` comes first), or, where the broadcast runs along a tree, for another
+        engine. So each one that answers is asked to close its own side of the group, which frees the ones behind it.
         """
-        self.failed |= refused
-        leaving = [self._ask(_quietly(self.clients[name].leave_weight_group(group_name))) for name in refused]
-        waiting = {name: answer for name, answer in answers.items() if name not in refused}
-        _all_done([*leaving, *waiting.values()], FREED_S)
+        group_name, waiting = self._broken_group, self._in_broken
+        if group_name is None:
+            return
+        leaving = {name: self._leave(name, group_name) for name in self.failed if name in self.clients}
+        until = time.monotonic() + FREED_S
+        while time.monotonic() < until and not all(answer.done() for answer in (*waiting.values(), *leaving.values())):
+            for name, answer in waiting.items():
+                if answer.done() and name not in leaving:
+                    leaving[name] = self._leave(name, group_name)
+            time.sleep(POLL_S)
         # Whatever an engine answers now, it can be sent to again.
         self.failed |= {
             name: "it doesn't answer: it waits in the broadcast that was given up, or hangs"
@@ -137,15 +152,23 @@ def _all_done(answers: Sequence[Future[None]], wait_s: float) -> bool:
     return not futures.wait(answers, timeout=max(0.0, wait_s)).not_done
 
 
-def give_up(group: Any) -> None:
-    """Break up our side of a group that engines may still wait in, without waiting for what is under way in it."""
+def give_up(holder: list[Any]) -> None:
+    """Close our side of the group in `holder`, in a thread: gloo ends only after what is under way in it.
+
+    Peers that wait for us go on when its sockets close, and these close with the last reference: the caller keeps none.
+    """
+    threading.Thread(target=_close, args=(holder,), name="reef-slime-give-up", daemon=True).start()
+
+
+def _close(holder: list[Any]) -> None:
     import torch.distributed as dist
 
     c10d: Any = dist.distributed_c10d
     try:
-        getattr(c10d, "_abort_process_group", dist.destroy_process_group)(group)  # torch has it from 2.6 on
+        getattr(c10d, "_abort_process_group", dist.destroy_process_group)(holder[0])  # torch has it from 2.6 on
     except Exception as error:  # a group that is broken already; nothing depends on it any more
         log.warning("a weight-update group could not be destroyed: %s", error)
+    holder.clear()
 
 
 def _why(answer: Future[None]) -> str:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from slime_backend.engine_client import EngineClient
+from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.event_loop import LoopThread
 from slime_backend.transports.base import TransportError
 
@@ -58,17 +59,24 @@ class CollectiveTransport:
                 self._arriving -= 1
                 if not self._arriving:
                     self._ready.set()
-            try:
-                await asyncio.wait_for(waiting.sent, self.deadline_s)
-            except TimeoutError:
-                raise TransportError(
-                    client.name, f"the trainer didn't finish sending within {self.deadline_s:g} s"
-                ) from None
-            finally:
-                self._waiting.pop(client.name, None)
-        finally:
+            await self._sent(waiting)
+        except BaseException:
             if opened:
-                await client.end_weight_session()
+                # It may hang, and what it answers changes nothing: it is given up already.
+                with suppress(EngineError):
+                    await client.end_weight_session(client.deadlines.control)
+            raise
+        if opened:
+            await client.end_weight_session()
+
+    async def _sent(self, waiting: _Waiting) -> None:
+        name = waiting.client.name
+        try:
+            await asyncio.wait_for(waiting.sent, self.deadline_s)
+        except TimeoutError:
+            raise TransportError(name, f"the trainer didn't finish sending within {self.deadline_s:g} s") from None
+        finally:
+            self._waiting.pop(name, None)
 
     async def close(self) -> None:
         return None

@@ -11,6 +11,7 @@ from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFa
 from slime_backend.slime_hooks.ranks import publish_together
 from slime_backend.transports.collective import CollectiveTransport
 
+from ..fake_fleet import FAST
 from .test_publisher import engines_and_publisher
 
 WAIT_S = 30.0  # a rank that is left alone in a collective fails the test instead of hanging it
@@ -178,3 +179,13 @@ def test_an_engine_that_cannot_open_a_session_fails_alone(tmp_path):
         _, rounds = publish_by_ranks(publisher, engines, "1")
         assert rounds == [[engines[1].url.partition("://")[2]]]
         assert router.workers == [engines[1].url]
+
+
+def test_an_engine_that_hangs_after_a_failed_update_does_not_hold_the_transaction_up(tmp_path):
+    with engines_and_publisher(tmp_path) as (publisher, engines, _):
+        for engine in engines:
+            engine.fake.faults["/end_weight_update"] = ["hang_before"]
+        fast = FAST.__class__(pause=1.0, flush=1.0, load=300.0, control=1.0)
+        publisher._deadlines = fast
+        outcomes, _ = publish_by_ranks(publisher, engines, "1", refuses=engines)
+        assert {type(o) for o in outcomes} == {EngineRejectedUpdate}

@@ -138,7 +138,7 @@ def connected(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, slime_module.__name__, slime_module)
     done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
     monkeypatch.setattr("torch.distributed.broadcast", lambda *args, **kwargs: done)
-    monkeypatch.setattr(updaters, "give_up", groups.append)
+    monkeypatch.setattr(updaters, "give_up", groups.extend)
     monkeypatch.setattr(updaters, "SlimeRanks", OneRank)
 
     updater_class = type("Updater", (StubUpdater,), {n: vars(StubUpdater)[n] for n in _WRAPPED})

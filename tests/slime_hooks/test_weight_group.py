@@ -59,7 +59,7 @@ def two_engines(monkeypatch):
 def test_a_bucket_reaches_every_engine(two_engines):
     loop, fakes, clients, group = two_engines
     sending = Sending(loop, clients, 5.0)
-    assert sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
     assert not sending.failed
     assert [f.loaded for f in fakes] == ["1", "1"]
     assert group.sent == 2
@@ -72,7 +72,9 @@ def test_a_refusal_ends_the_broadcast_that_nobody_joins(two_engines):
     fakes[1].session_open = False
     started = time.monotonic()
     sending = Sending(loop, clients, 60.0)
-    assert not sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    assert sending.broken
+    sending.free()
     assert time.monotonic() - started < 30
     assert list(sending.failed) == ["e1"]
     assert "must run between" in sending.failed["e1"]
@@ -85,7 +87,7 @@ def test_after_a_refusal_nothing_more_is_sent_in_this_round(two_engines):
     sending = Sending(loop, clients, 5.0)
     sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
     sent, calls = group.sent, [list(f.calls) for f in fakes]
-    assert sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
     sending.take_tensors("e0", ["x"], None)
     assert group.sent == sent
     assert [f.calls for f in fakes] == calls
@@ -97,7 +99,9 @@ def test_an_engine_that_hangs_is_named_after_the_deadline(two_engines):
     fakes[0].faults["/update_weights_from_distributed"] = ["hang_before"]
     clients["e0"].deadlines = FAST.__class__(load=300.0)
     sending = Sending(loop, clients, 0.3)
-    assert not sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    assert sending.broken
+    sending.free()
     assert list(sending.failed) == ["e0"]
     assert "doesn't answer" in sending.failed["e0"]
 
@@ -107,7 +111,9 @@ def test_a_dead_engine_is_named(two_engines):
     group.joined = False
     fakes[0].dead = True
     sending = Sending(loop, clients, 60.0)
-    assert not sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    assert sending.broken
+    sending.free()
     assert list(sending.failed) == ["e0"]
 
 
@@ -115,7 +121,9 @@ def test_a_broadcast_that_never_ends_though_all_answered_fails_everybody(two_eng
     loop, _, clients, group = two_engines
     group.joined = False
     sending = Sending(loop, clients, 0.3)
-    assert not sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    assert sending.broken
+    sending.free()
     assert sorted(sending.failed) == ["e0", "e1"]
 
 
@@ -123,7 +131,9 @@ def test_a_broadcast_that_fails_on_our_side_is_not_raised_in_the_middle_of_a_col
     loop, _, clients, group = two_engines
     group.error = RuntimeError("connection closed")
     sending = Sending(loop, clients, 5.0)
-    assert not sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    sending.broadcast("g", group, ["e0", "e1"], TENSORS, None)
+    assert sending.broken
+    sending.free()
     assert sorted(sending.failed) == ["e0", "e1"]
     assert "connection closed" in sending.failed["e0"]
 
