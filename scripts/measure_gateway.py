@@ -2,8 +2,9 @@
 
 Two fake engines and the gateway (`reef-slime serve`) live in processes of their own; this one asks, CONCURRENT at a
 time, in turn directly and through the gateway, whole answers and streams, by token ids. Prints medians over all
-requests of all rounds in milliseconds, their differences, and the gateway's memory after SESSIONS sessions. The fake
-engines take some of the machine too, so on few cores the figures are upper bounds.
+requests of all rounds in milliseconds, their differences, the gateway's CPU time for an answer (which other work on
+the machine changes least), and its memory after SESSIONS sessions. The fake engines take some of the machine too, so on
+few cores the times are upper bounds.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
@@ -80,26 +83,39 @@ async def measure(engines: list[str], gateway: str, pid: int, rounds: int) -> No
     ways = {"direct": [HttpChannel(url) for url in engines], "gateway": [HttpChannel(gateway)]}
     kinds = {"whole answer": whole, "first token of a stream": first_token}
     times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    spent: defaultdict[str, float] = defaultdict(float)
     for round_ in range(rounds + 1):  # the first warms up
         for kind, ask in kinds.items():
             for way, channels in ways.items():
+                before = cpu_s(pid)
                 found = await together(ask, channels)
-                times[kind, way] += found if round_ else []
+                if round_:
+                    times[kind, way] += found
+                    spent[kind] += cpu_s(pid) - before if way == "gateway" else 0.0
+    answers = rounds * CONCURRENT * 2
     print(f"{CONCURRENT} concurrent, {TOKENS} tokens, {rounds} rounds")
     for kind in kinds:
         direct, ours = (statistics.median(times[kind, way]) for way in ways)
         print(f"{kind}: direct {direct:.1f} ms, gateway {ours:.1f} ms, {ours - direct:+.1f} ms")
-    before = rss_mib(pid)
-    channel = ways["gateway"][0]
-    for start in range(0, SESSIONS, CONCURRENT):
-        await asyncio.gather(*(in_session(channel, i) for i in range(start, min(SESSIONS, start + CONCURRENT))))
-    print(f"memory: {before:.0f} MiB before, {rss_mib(pid):.0f} MiB with {SESSIONS} idle sessions")
+    for kind, seconds in spent.items():
+        print(f"{kind}: {1000 * seconds / answers:.1f} ms of the gateway's CPU for an answer of {TOKENS} tokens")
+    memory = rss_mib(pid)
+    await asyncio.gather(*(asyncio.to_thread(in_session, gateway, i) for i in range(SESSIONS)))
+    print(f"memory: {memory:.0f} MiB before, {rss_mib(pid):.0f} MiB with {SESSIONS} idle sessions")
 
 
-async def in_session(channel: HttpChannel, number: int) -> None:
-    chat = {"messages": [{"role": "user", "content": f"question {number}"}], "max_tokens": 8}
-    status, answer = await channel.request("POST", "/v1/chat/completions", json.dumps(chat).encode(), 120.0)
-    assert status == 200, answer
+def in_session(gateway: str, number: int) -> None:
+    chat = json.dumps({"messages": [{"role": "user", "content": f"question {number}"}], "max_tokens": 8})
+    headers = {"x-reef-session": f"s{number}", "content-type": "application/json"}
+    request = urllib.request.Request(gateway + "/v1/chat/completions", chat.encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert answer.headers["x-reef-session"] == f"s{number}"
+
+
+def cpu_s(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def rss_mib(pid: int) -> float:

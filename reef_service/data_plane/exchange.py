@@ -41,6 +41,7 @@ class Exchange:
         self.answer = Answer()
         self.stop_text: str | None = None
         self.abandoned = False
+        self._over = False  # its end is said: nothing can be abandoned any more
         self._text = TextStream(plane.tokenizer)
         self._unsent = ""  # text that may be the beginning of a stop text
         self._count = 0  # tokens that the text is of
@@ -65,7 +66,7 @@ class Exchange:
 
     def abandon(self) -> None:
         """The client has gone: nothing happens to a request that has ended."""
-        if self.task.done() or self.abandoned:
+        if self._over or self.abandoned:
             return
         self.abandoned = True
         if self._generation is None:
@@ -83,17 +84,19 @@ class Exchange:
     async def _run(self) -> None:
         try:
             async with self.plane.gate.passed():
-                self._events.put_nowait(await self._generate())
+                self._end(await self._generate())
         except ApiError as error:
-            self._events.put_nowait(error)
+            self._end(error)
         except asyncio.CancelledError:
-            self._events.put_nowait(ApiError(503, "the gateway is stopping; try again", retry_after=5))
+            self._end(ApiError(503, "the gateway is stopping; try again", retry_after=5))
             raise
         except Exception:
             log.exception("request %s failed", self.receipt)
-            self._events.put_nowait(
-                ApiError(500, f"the gateway failed; its log has the reason (receipt {self.receipt})")
-            )
+            self._end(ApiError(500, f"the gateway failed; its log has the reason (receipt {self.receipt})"))
+
+    def _end(self, event: Done | ApiError) -> None:
+        self._over = True
+        self._events.put_nowait(event)
 
     async def _generate(self) -> Done:
         request = self.request
