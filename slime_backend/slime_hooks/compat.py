@@ -4,7 +4,7 @@ slime's assumption                       broken by         change
 ServerArgs is a dataclass                SGLang 0.5.23     its fields are read through msgspec
 numpy is 1.x                             numpy 2           the assertion sees another version string
 weights arrive without a session         SGLang 0.5.23     a session is opened and closed around them
-/get_weight_version                      SGLang 0.5.23     /server_info says it
+/get_weight_version                      SGLang 0.5.23     /model_info says it
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from slime_backend.post_import import on_import
+
+CONTROL_S = 10.0
 
 
 def install() -> None:
@@ -79,6 +81,11 @@ def open_weight_sessions(module: Any) -> None:
     engine.continue_generation = close_and_continue
 
     def get_weight_version(self: Any) -> str:
-        return module.get_server_info(f"http://{self.server_host}:{self.server_port}")["weight_version"]
+        import requests
+
+        # /server_info keeps the label that the engine was started with.
+        answer = requests.get(f"http://{self.server_host}:{self.server_port}/model_info", timeout=CONTROL_S)
+        answer.raise_for_status()
+        return str(answer.json()["weight_version"])
 
     engine.get_weight_version = get_weight_version
