@@ -1,4 +1,4 @@
-"""Variables of a process that runs slime on a CPU. What the user has set stays."""
+"""Variables of a process that runs slime on a CPU. What the user has set stays, but for the GPUs, which are hidden."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 
 DEFAULTS = {
-    "CUDA_VISIBLE_DEVICES": "",
     "SLIME_HOST_IP": "127.0.0.1",  # slime would offer the engines on an outside address
     "OMP_NUM_THREADS": "1",  # trainer and engines share the cores
     "TORCHDYNAMO_DISABLE": "1",  # Megatron-core's fusers would compile for 23 s in the first step
@@ -21,6 +20,7 @@ DEFAULTS = {
 
 
 def apply() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 

@@ -61,4 +61,6 @@ def local_cpu_options(args: Any) -> dict[str, Any]:
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "_node_ip_address": "127.0.0.1",
+        # One idle worker per core at the start: slime's actors have environments of their own and can't use them.
+        "_system_config": {"prestart_worker_first_driver": False},
     }

@@ -24,9 +24,10 @@ def test_asleep_unless_slimes_variable_says_cpu(monkeypatch: pytest.MonkeyPatch)
         assert cpu.requested() is awake
 
 
-def test_variables_of_the_user_stay(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "4"})
+def test_variables_of_the_user_stay_but_no_gpu_is_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0,1"})
     environment.apply()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert os.environ["OMP_NUM_THREADS"] == "4"
     assert os.environ["SLIME_HOST_IP"] == "127.0.0.1"
 
