@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -84,6 +85,8 @@ def main(command: list[str]) -> int:
         stop = stop or (bool(readable) and not os.read(sys.stdin.fileno(), 1))
     code = child.poll()
     left = end_all()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # of all that ended below, since all are waited for
+    print(f"job_guard: {used.ru_utime + used.ru_stime:.0f} s of CPU time", file=sys.stderr)
     if left:
         print(f"job_guard: {left} could not be ended", file=sys.stderr)
     return 125 if code is None else code if code >= 0 else 128 - code

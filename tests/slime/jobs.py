@@ -19,7 +19,7 @@ from typing import Any
 from tests.slime import job_guard
 
 GUARD_S = job_guard.END_S + 10.0
-DEADLINE_S = 600.0  # a run takes one to two minutes on two quiet cores
+DEADLINE_S = 600.0  # two minutes on two quiet cores, five to six where others work on them too
 TIMED_OUT = 124
 ROOT = Path(__file__).resolve().parents[2]
 
