@@ -97,11 +97,12 @@ async def from_text(plane: DataPlane, asked: Asked, text: str) -> TokenRequest:
     return _request(plane, asked, prompt, parent, history, None)
 
 
-async def from_ids(plane: DataPlane, asked: Asked, ids: Sequence[Any]) -> TokenRequest:
+async def from_ids(plane: DataPlane, asked: Asked, ids: Sequence[int]) -> TokenRequest:
     """Token ids, which are sent as they are. Raises ApiError 400."""
-    bad = next((i for i in ids if type(i) is not int or not 0 <= i < plane.tokenizer.size), None)
+    size = plane.tokenizer.size
+    bad = next((i for i in ids if not 0 <= i < size), None)
     if bad is not None:
-        raise bad_request(f"the prompt has {bad!r}, which is no token id; they are 0 to {plane.tokenizer.size - 1}")
+        raise bad_request(f"the prompt has {bad}, which is no token id; they are 0 to {size - 1}")
     prompt = list(ids)
 
     def digest(length: int) -> str | None:

@@ -39,6 +39,7 @@ class ModelTokenizer:
             raise TokenizerError(f"{directory}/tokenizer.json can't be read: {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._hidden = frozenset(i for i, token in added.items() if token.special and token.content not in KEPT_TAGS)
+        self.size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         self.end_ids = self._ends(directory, special.get("eos_token"))
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -55,10 +56,6 @@ class ModelTokenizer:
         """One token as it is written, special or not."""
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         return text
-
-    @property
-    def size(self) -> int:
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def _ends(self, directory: Path, eos: str | None) -> tuple[int, ...]:
         found = [] if eos is None else [self._tokenizer.token_to_id(eos)]
