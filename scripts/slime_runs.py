@@ -43,6 +43,7 @@ PATHS = {
     "server-groups": "`--sglang-config` with several server groups",
     "frozen-model": "`--sglang-config` with a frozen second model",
     "fault-tolerance": "`--use-fault-tolerance`, an engine killed in rollout 2",
+    "fault-tolerance-rejected": "the same, an engine that refuses publication 2 is replaced",
     "rejected-update": "an engine that refuses the weights",
     "rollouts": "spans in samples, ledger, staleness, metrics in slime's W&B run",
     "launch-scripts": "flags of `scripts/slime_*.sh` by slime's own parser",
