@@ -249,7 +249,6 @@ TestPublishingFleet = PublishingFleet.TestCase
 TestPublishingFleet.settings = settings(
     max_examples=max(1, STEPS // STEPS_EACH),
     stateful_step_count=STEPS_EACH,
-    deadline=None,
     derandomize=True,
     phases=[Phase.generate],  # shrinking repeats waits by the hundred; the failing steps are printed either way
     suppress_health_check=list(HealthCheck),
@@ -263,7 +262,7 @@ def _steps(monkeypatch, target, name, broken):
     run_state_machine_as_test(PublishingFleet, settings=few)
 
 
-async def _never_resume(targets, confirmed, version, started):
+async def _never_resume(fleet, targets, confirmed, version, started):
     return list(confirmed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_backend.provenance.errors import StalenessError
@@ -140,7 +140,6 @@ def test_the_weights_that_engines_start_with_are_the_first_version():
 turn = st.tuples(st.sampled_from([None, "0", "1", "2", "3"]), st.integers(1, 5))
 
 
-@settings(deadline=None)
 @given(st.lists(turn, min_size=1, max_size=6), st.integers(0, 3))
 def test_the_mask_equals_a_plain_recount(turns, bound):
     if all(version is None for version, _ in turns):
