@@ -193,7 +193,8 @@ def test_every_form_of_response_carries_the_same_record(api: Api) -> None:
         check_form(ids, answer)
         assert len(answer["meta_info"]["prefills"]) == 1
     chunks = api.stream(ids, 8)
-    assert [chunk["meta_info"].get("kv_provenance") for chunk in chunks[:-1]] == [[]] * (len(chunks) - 1)
+    assert len(chunks) > 1
+    assert not any(chunk["meta_info"].get("kv_provenance") for chunk in chunks[:-1])
     check_form(ids, chunks[-1])
     without_logprobs = api.generate(ids, 8, return_logprob=False)
     check_form(ids, without_logprobs)
