@@ -22,6 +22,7 @@ if os.environ.get("REEF_SLIME_HOOKS"):
 """
 
 
+@pytest.mark.soak
 def test_without_the_corrections_the_window_and_the_native_spans_are_off(
     serve: Serve, hybrid_paths: dict[str, str], hybrid_reference: Reference, tmp_path: Path
 ) -> None:
