@@ -6,11 +6,11 @@
 #
 # Variables of all scripts:
 #
-#   SLIME_SRC      the slime checkout (default: /root/slime, as in slime's image)
-#   MODELS, DATA   where checkpoints and data sets lie (default: /root)
+#   SLIME_SRC      the slime checkout (default: slime in the home directory, as in its image)
+#   MODELS, DATA   where checkpoints and data sets lie (default: the home directory)
 #   RUNS           where checkpoints of the run and its ledger go (default: runs/ here)
 #   NUM_GPUS       of this node (default: 8); MASTER_ADDR: its address (default: 127.0.0.1)
-#   MEGATRON       Megatron-LM's source for PYTHONPATH (default: /root/Megatron-LM, as in slime's image)
+#   MEGATRON       Megatron-LM's source for PYTHONPATH (default: Megatron-LM in the home directory)
 #   WANDB_PROJECT  log to this W&B project; without it nothing is logged
 #   PRINT_ARGS=1   print the flags, one a line, and start nothing
 #
@@ -18,13 +18,13 @@
 
 set -euo pipefail
 
-SLIME_SRC=${SLIME_SRC:-/root/slime}
-MODELS=${MODELS:-/root}
-DATA=${DATA:-/root}
+SLIME_SRC=${SLIME_SRC:-$HOME/slime}
+MODELS=${MODELS:-$HOME}
+DATA=${DATA:-$HOME}
 RUNS=${RUNS:-$PWD/runs}
 NUM_GPUS=${NUM_GPUS:-8}
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
-MEGATRON=${MEGATRON:-/root/Megatron-LM}
+MEGATRON=${MEGATRON:-$HOME/Megatron-LM}
 REEF_SLIME=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 export SLIME_SRC
 
