@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -16,29 +14,28 @@ from reef_service.config import GatewayConfig, gateway_config
 from reef_service.gateway import join_engines, running_gateway
 from reef_service.server import serving
 from reef_service.store import open_store
+from slime_backend import event_loop
 from slime_backend.config import ConfigError, RunConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.segments import read_rollouts
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
-
-def serve(settings: RunConfig, where: str, as_json: bool, run: Run) -> None:
+def serve(settings: RunConfig, where: str, as_json: bool) -> None:
     """The gateway for engines that somebody else started."""
     config = gateway_config(settings.gateway, where)
-    run(_serve(settings, config, as_json))
+    event_loop.run_until_signal(_serve(settings, config, as_json))
 
 
-def up(settings: RunConfig, where: str, as_json: bool, run: Run) -> None:
+def up(settings: RunConfig, where: str, as_json: bool) -> None:
     """Engines and gateway together."""
     config = gateway_config(settings.gateway, where)
     if config.engines:
         raise ConfigError(
             f"{where}: gateway.engines names running engines; `up` starts its own: use `serve`, or drop it"
         )
-    run(_up(settings, config, as_json))
+    event_loop.run_until_signal(_up(settings, config, as_json))
 
 
 def export(run_dir: Path, store_url: str | None) -> str:

@@ -7,21 +7,19 @@ after what can be checked without them.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import logging
 import os
-import signal
 import sys
-from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from slime_backend import __version__, event_loop
+from slime_backend.cli_bench import bench
 from slime_backend.config import ConfigError, RunConfig, load_config
 from slime_backend.kv_holders import NAMES as HOLDER_NAMES
 from slime_backend.policy import decide
@@ -35,10 +33,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-bench = typer.Typer(help="Measure ours beside what there is without it.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
-T = TypeVar("T")
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, e.g. configs/cpu_tiny.yaml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a config key")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON line")]
@@ -86,7 +82,7 @@ def train(
     run_dir = choose_run_dir(settings, resume)
     with console_reporter() as reporter:
         reporter.say(f"run directory: {run_dir}")
-        summary = _run_async(run(settings, run_dir, resume=resume is not None, reporter=reporter))
+        summary = event_loop.run_until_signal(run(settings, run_dir, resume=resume is not None, reporter=reporter))
     print_summary(summary, run_dir)
     audit = summary["audit"]
     if audit and audit["violations"]:
@@ -101,7 +97,7 @@ def up(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> 
     """Start the engines of a config, and the gateway if it has a section `gateway`; keep them until interrupted."""
     settings = _load(config, overrides)
     if settings.gateway is not None:
-        _gateway_module().up(settings, str(config), as_json, _run_async)
+        _gateway_module().up(settings, str(config), as_json)
         return
     from slime_backend.local_trainer.local_fleet import serve_engines
     from slime_backend.local_trainer.loop import base_model
@@ -114,14 +110,14 @@ def up(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> 
         sys.stdout.flush()
 
     say = (lambda text: None) if as_json else typer.echo
-    _run_async(serve_engines(settings, base_model(settings), say=say, ready=ready))
+    event_loop.run_until_signal(serve_engines(settings, base_model(settings), say=say, ready=ready))
 
 
 @app.command()
 def serve(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """The gateway in front of running engines (gateway.engines); keeps until interrupted. See docs/gateway.md."""
     settings = _load(config, overrides)
-    _gateway_module().serve(settings, str(config), as_json, _run_async)
+    _gateway_module().serve(settings, str(config), as_json)
 
 
 @app.command("export")
@@ -240,7 +236,7 @@ def publish(
     from slime_backend.cli_engines import print_report, publish_checkpoint
 
     policy = decide(layout, sharing)  # type: ignore[arg-type]
-    report = _run_async(publish_checkpoint(policy, engine, checkpoint, version, _holders(allow)))
+    report = event_loop.run_until_signal(publish_checkpoint(policy, engine, checkpoint, version, _holders(allow)))
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:
@@ -261,7 +257,7 @@ def doctor(
     from slime_backend.cli_engines import examine, print_diagnosis
 
     policy = decide(layout, sharing)  # type: ignore[arg-type]
-    diagnoses = _run_async(examine(engine, _holders(allow)))
+    diagnoses = event_loop.run_until_signal(examine(engine, _holders(allow)))
     if as_json:
         typer.echo(
             json.dumps(
@@ -285,51 +281,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-@bench.command()
-def swa(as_json: AsJson = False) -> None:
-    """Fan-out over a shared prompt on a sliding-window model, with SGLang as it is beside it; some minutes.
-
-    Exit code 1 if a goal isn't met."""
-    from slime_backend.bench.swa import bench_swa
-
-    _measure("swa", "sliding-window prefix cache", bench_swa, as_json)
-
-
-@bench.command()
-def overhead(as_json: AsJson = False) -> None:
-    """The cost of recording: tokens decoded per second with every hook on, beside the plugin off; some ten minutes.
-
-    Exit code 1 if a goal isn't met."""
-    from slime_backend.bench.overhead import bench_overhead
-
-    _measure("overhead", "the cost of recording (tokens per second)", bench_overhead, as_json)
-
-
-def _measure(name: str, title: str, work: Callable[..., Coroutine[Any, Any, None]], as_json: bool) -> None:
-    """Run a bench and print its rows. Of one that ends early those that it had: they took minutes to measure."""
-    from slime_backend.bench.rows import Row, print_rows, to_json
-
-    def say(text: str) -> None:
-        typer.echo(text, err=True)
-
-    rows: list[Row] = []
-    early: BaseException | None = None
-    try:
-        _run_async(work(say, rows))
-    except BaseException as error:
-        early = error
-        say(f"bench {name} ended early, with {len(rows)} rows measured")
-    if as_json:
-        why = None if early is None else " ".join(str(early).split()) or "interrupted"
-        typer.echo(json.dumps(to_json(name, rows, why)))
-    elif rows:
-        print_rows(title, rows)
-    if early is not None:
-        raise early
-    if not all(row.holds for row in rows):
-        raise typer.Exit(1)
-
-
 def _holders(names: list[str] | None) -> frozenset[str]:
     unknown = sorted(set(names or ()) - set(HOLDER_NAMES))
     if unknown:
@@ -346,23 +297,6 @@ def _load(path: Path, overrides: list[str] | None) -> RunConfig:
             err=True,
         )
     return settings
-
-
-def _run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine; SIGINT and SIGTERM cancel it once, so that its own clean-up runs."""
-
-    async def supervised() -> T:
-        task = asyncio.current_task()
-        assert task is not None
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, task.cancel)
-        return await work
-
-    try:
-        return event_loop.run(supervised())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
 
 
 def _fail(message: str, code: int = 1) -> None:

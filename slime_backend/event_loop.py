@@ -1,13 +1,14 @@
 """The event loop of a controller: uvloop where it is installed (SGLang brings it), asyncio's own elsewhere.
 
 A barrier over hundreds of engines is many short calls at once, and a call costs a third less on uvloop.
-`run` for a program of its own, `LoopThread` inside one that isn't asynchronous.
+`run` for a program of its own, `run_until_signal` for a command, `LoopThread` inside one that isn't asynchronous.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -20,6 +21,26 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     """As asyncio.run."""
     with asyncio.Runner(loop_factory=_factory()) as runner:
         return runner.run(work)
+
+
+def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
+    """As `run`, of a command: SIGINT and SIGTERM cancel `work` once, so that its own clean-up runs.
+
+    Raises KeyboardInterrupt then.
+    """
+
+    async def supervised() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, task.cancel)
+        return await work
+
+    try:
+        return run(supervised())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 class LoopThread:
