@@ -6,6 +6,7 @@ What slime does without us is the control beside it: the same job with REEF_SLIM
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -92,18 +93,75 @@ def test_delta_disk(slime_run):
     assert versions_of(run, 2) == [[["default"]] * 8, [["1"]] * 8]
 
 
-def test_fully_asynchronous_aborts_nothing(slime_run):
-    flags = (
-        *("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
-        *("--num-rollout", "3", "--rollout-max-response-len", "96", *TWO_ENGINES),
+FULLY_ASYNC = (
+    *("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"),
+    *("--num-rollout", "4", "--rollout-max-response-len", "192", *TWO_ENGINES),
+)
+
+
+def test_fully_asynchronous_aborts_nothing_and_slime_alone_does(slime_run):
+    """The same flags twice: publications by us, and slime's own (radix cache on, pause by abort, flush)."""
+    ours = slime_run(*RUN_DIR, *FULLY_ASYNC, "--disjoint-prefix-sharing=scoped", loop="train_async")
+    alone = slime_run(
+        *RUN_DIR, *FULLY_ASYNC, "--disjoint-prefix-sharing=retract", loop="train_async", environment=WITHOUT_US
     )
-    ours = slime_run(*RUN_DIR, *flags, "--disjoint-prefix-sharing=scoped", loop="train_async")
-    assert ours.returncode == 0, ours.tail()
-    samples = [s for rollout_id in range(3) for s in ours.samples(rollout_id)]
-    assert all(s["status"] in ("completed", "truncated") for s in samples)
-    assert all(len(s["weight_versions"]) == 1 for s in samples)  # one call each: nothing was aborted and requeued
+    for name, run in (("reef-slime, scoped", ours), ("slime alone", alone)):
+        assert run.returncode == 0, run.tail()
+        samples = [s for rollout_id in range(4) for s in run.samples(rollout_id)]
+        print(
+            f"{name}: {sum(was_aborted(s) for s in samples)} of {len(samples)} samples aborted at a publication and "
+            f"sent again, {generated_per_s(run, 4):.1f} tokens/s generated, from first to last rollout"
+        )
+    ours_samples, alone_samples = ([s for i in range(4) for s in run.samples(i)] for run in (ours, alone))
+    assert all(s["status"] in ("completed", "truncated") for s in ours_samples)
+    assert not any(was_aborted(s) for s in ours_samples)
+    assert any(was_aborted(s) for s in alone_samples)
     assert sum(e["in_flight"] for report in publications(ours) for e in report["engines"]) > 0
     assert all(e["sweep_verified"] for report in publications(ours) for e in report["engines"])
+
+
+def was_aborted(sample):
+    """slime notes a version per call, and calls again for what an abort put back."""
+    return len(sample["weight_versions"]) > 1
+
+
+def generated_per_s(run, rollouts):
+    """Response tokens of all rollouts but the first, over the time from the first being saved to the last."""
+    saved = [(run.directory / f"rollout_{i}.pt").stat().st_mtime for i in (0, rollouts - 1)]
+    tokens = sum(s["response_length"] for i in range(1, rollouts) for s in run.samples(i))
+    return tokens / (saved[1] - saved[0])
+
+
+def test_the_second_request_of_a_group_finds_its_prompt_and_the_audit_finds_nothing(slime_run, tmp_path):
+    """Prompts of 400 bytes, four groups of four. SGLang holds back a request whose prefix another one of the same
+    batch is about to compute, under its schedule policy lpm only."""
+    from slime_backend.local_trainer.models import load_model
+    from slime_backend.provenance.audit import audit_run
+
+    prompts = tmp_path / "long.jsonl"
+    rules = "Answer with one number and nothing else. " * 9
+    rows = [
+        {"prompt": f"{i:02d} {rules}What is {i} plus {i + 1}? Answer: ", "label": str(2 * i + 1)} for i in range(64)
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--prompt-data", str(prompts), "--n-samples-per-prompt", "4", "--global-batch-size", "16")
+    run = slime_run(
+        *RUN_DIR, *flags, *("--disjoint-prefix-sharing", "--reef-save-weights", "--sglang-schedule-policy", "lpm")
+    )
+    assert_published(run, ["1", "2", "3"], transport="distributed")
+    later = []
+    for rollout_id in range(2):
+        groups = {}
+        for sample in run.samples(rollout_id):
+            (call,) = sample["metadata"]["reef_slime"]["calls"]
+            groups.setdefault(sample["group_index"], []).append(call["prefills"][0])
+        for first, *others in (sorted(prefills, key=lambda p: p["cached"]) for prefills in groups.values()):
+            assert first["cached"] < 16  # nothing of an older version, nothing of another prompt
+            later += [p["cached"] / p["total"] for p in others]
+    print(f"prefix hit rate of the later requests of a group: {min(later):.3f} at least, {len(later)} requests")
+    assert min(later) > 0.9
+    result = audit_run(run.directory / "reef", load_model)
+    assert (result.rollouts, result.violations) == (32, [])
 
 
 def test_an_engine_that_rejects_the_update_is_an_error_in_the_trainer(slime_run, tmp_path):
@@ -127,13 +185,32 @@ def fault(directory):
     return {"REEF_FAULT_REJECT": str(directory), "PYTHONPATH": f"{FAULTS}:{ROOT}"}
 
 
+TOLERANT = (
+    *TWO_ENGINES,
+    *("--num-rollout", "4", "--use-fault-tolerance", "--rollout-health-check-interval", "2"),
+    *("--rollout-health-check-first-wait", "0", "--rollout-health-check-timeout", "5"),
+)
+
+
+def test_fault_tolerance_with_an_engine_killed_in_rollout_2(slime_run, tmp_path):
+    """Its requests are answered by the other engine, and its successor is routed with the trainer's weights."""
+    environment = {"REEF_FAULT_KILL": str(tmp_path), "PYTHONPATH": f"{FAULTS}:{ROOT}"}
+    run = slime_run(*RUN_DIR, *TOLERANT, environment=environment)
+    assert (tmp_path / "killed").exists()
+    assert run.returncode == 0, run.tail()
+    reports = publications(run)
+    assert [e["confirmed"] for e in reports[1]["engines"]] == [True, True]  # killed after this one
+    assert [e["confirmed"] for e in reports[-1]["engines"]] == [True, True]
+    for rollout_id in range(4):
+        assert run.versions(rollout_id) == [[str(rollout_id + 1)]] * 8
+    assert max(run.logprob_diffs) < SAME_WEIGHTS
+
+
 def test_fault_tolerance_replaces_an_engine_and_routes_it_with_its_weights(slime_run, tmp_path):
     """One of two engines rejects publication 2: the run goes on with the other, and slime starts a successor."""
     run = slime_run(
         *RUN_DIR,
-        *TWO_ENGINES,
-        *("--num-rollout", "4", "--use-fault-tolerance", "--rollout-health-check-interval", "2"),
-        *("--rollout-health-check-first-wait", "0", "--rollout-health-check-timeout", "5"),
+        *TOLERANT,
         environment=fault(tmp_path),
     )
     assert run.returncode == 0, run.tail()
@@ -178,3 +255,21 @@ def test_two_models_have_ports_of_their_own_and_the_frozen_one_is_left_alone(sli
     run = slime_run(*RUN_DIR, "--sglang-config", str(config), *TWO_ENGINES)
     assert_published(run, ["1", "2", "3"], engines=1)
     assert len(set(engine_ports(run))) == 2
+
+
+TWO_GROUPS = """
+sglang:
+  - name: actor
+    update_weights: true
+    server_groups:
+      - {worker_type: regular, num_gpus: 1}
+      - {worker_type: regular, num_gpus: 1, overrides: {chunked_prefill_size: 64}}
+"""
+
+
+def test_every_server_group_takes_part(slime_run, tmp_path):
+    config = tmp_path / "groups.yaml"
+    config.write_text(TWO_GROUPS)
+    run = slime_run(*RUN_DIR, "--sglang-config", str(config), *TWO_ENGINES)
+    assert_published(run, ["1", "2", "3"], engines=2, transport="distributed")
+    assert versions_of(run, 2) == [[["1"]] * 8, [["2"]] * 8]
