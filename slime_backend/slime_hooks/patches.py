@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from slime_backend.post_import import ModuleFunction, on_import
-from slime_backend.slime_hooks import engine, rollouts, saved_weights, servers, train_group, updaters
+from slime_backend.slime_hooks import delta_disk, engine, rollouts, saved_weights, servers, train_group, updaters
 
 # "off" leaves slime's own publications as they are: the negative control of tests and benchmarks.
 VARIABLE = "REEF_SLIME_PUBLICATIONS"
@@ -15,6 +15,7 @@ PUBLICATIONS: tuple[tuple[str, ModuleFunction], ...] = (
     *engine.PATCHES,
     *servers.PATCHES,
     *updaters.PATCHES,
+    *delta_disk.PATCHES,
     *train_group.PATCHES,
 )
 ROLLOUTS: tuple[tuple[str, ModuleFunction], ...] = (*rollouts.PATCHES, *saved_weights.PATCHES)

@@ -65,7 +65,7 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
     "slime.utils.accelerator.base": (*(Touch(f"Accelerator.{name}", params) for name, params in ACCELERATOR_METHODS),),
     "slime.backends.megatron_utils.sglang": (),
     "slime.backends.megatron_utils.arguments": (Touch("_set_default_megatron_args", ("args",)),),
-    # Publications: servers.py, train_group.py, updaters.py
+    # Publications: servers.py, train_group.py, updaters.py, delta_disk.py
     "slime.ray.rollout": (
         Touch("ServerGroup.start_engines", ("port_cursors",)),
         Touch("start_rollout_servers", ("args", "pg")),

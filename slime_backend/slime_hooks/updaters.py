@@ -6,65 +6,26 @@ what it would pause, flush and resume is done by the transaction, and what it se
 
     distributed    UpdateWeightFromDistributed.update_weights, update_weights_from_distributed
     tensor         UpdateWeightFromTensor.update_weights: colocated engines, and others beside them by broadcast
-    delta disk     UpdateWeightFromDiskDelta._reload_engines: the engines' local checkpoints, then a reload
+
+Delta updates travel by disk: delta_disk.py.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.event_loop import LoopThread
 from slime_backend.post_import import ModuleFunction
-from slime_backend.publication import PublicationReport
-from slime_backend.slime_hooks import publisher as publishers
-from slime_backend.slime_hooks.disk_reload import DiskReload
-from slime_backend.slime_hooks.errors import PublicationFailed
-from slime_backend.slime_hooks.publisher import SlimePublisher, name_of
-from slime_backend.slime_hooks.ranks import MAX_ROUNDS, publish_together
-from slime_backend.slime_hooks.ray_engines import RayEngine, RayEngines, key_of
-from slime_backend.slime_hooks.stale_samples import BASE_VERSION
+from slime_backend.slime_hooks.rank_link import CONNECT_S, Link, link_of
+from slime_backend.slime_hooks.ranks import publish_together
+from slime_backend.slime_hooks.ray_engines import RayEngine, key_of
 from slime_backend.slime_hooks.weight_group import FREED_S, Sending, give_up
-from slime_backend.transports import Transport
-from slime_backend.transports.collective import CollectiveTransport
 
-log = logging.getLogger(__name__)
-
-CONNECT_S = 120.0
 CONTROLS = ("pause_generation", "flush_cache", "continue_generation")
-
-
-class SlimeRanks:
-    """The trainer's ranks over slime's gloo group."""
-
-    @property
-    def rank(self) -> int:
-        import torch.distributed as dist
-
-        return int(dist.get_rank())
-
-    def share(self, value: Any) -> Any:
-        import torch.distributed as dist
-        from slime.utils.distributed_utils import get_gloo_group
-
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=get_gloo_group())
-        return box[0]
-
-    def gather(self, value: Any) -> list[Any]:
-        import torch.distributed as dist
-        from slime.utils.distributed_utils import get_gloo_group
-
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=get_gloo_group())
-        return values
 
 
 class _Call:
@@ -98,80 +59,6 @@ class StandIn:
     ) -> None:
         if self.sending is not None:
             self.sending.take_tensors(self.name, serialized_named_tensors, load_format)
-
-
-@dataclass(slots=True)
-class Link:
-    """What one rank keeps between publications, for one updater."""
-
-    args: Any
-    actors: list[Any] = field(default_factory=list)
-    gpu_counts: list[int] = field(default_factory=list)
-    engines: RayEngines = field(default_factory=RayEngines)
-    ranks: SlimeRanks = field(default_factory=SlimeRanks)
-    connected: frozenset[str] = frozenset()  # keys of the engines in the weight-update group; empty without one
-    publisher: SlimePublisher | None = None  # on rank 0
-    _loop: LoopThread | None = None
-    _clients: dict[str, EngineClient] = field(default_factory=dict)
-
-    @property
-    def loop(self) -> LoopThread:
-        if self._loop is None:
-            self._loop = self.publisher.loop if self.publisher else LoopThread()
-        return self._loop
-
-    def leads(self, base: str) -> SlimePublisher | None:
-        """The publisher, on rank 0. `base`: the version that the engines have before the first publication."""
-        if self.ranks.rank == 0 and self.publisher is None:
-            self.publisher = publishers.make(self.args, base)
-        return self.publisher
-
-    def leader(self, version: str, base: str, transport: Callable[[list[RayEngine]], Transport]) -> Leader | None:
-        """Rank 0's side of a publication; None on the others."""
-        publisher = self.leads(base)
-        return None if publisher is None else Leader(self, publisher, version, transport)
-
-    def collective(self, name: str) -> CollectiveTransport:
-        rounds_s = MAX_ROUNDS * (self.args.reef_load_timeout + CONNECT_S + FREED_S)
-        return CollectiveTransport(self.loop, rounds_s, name)
-
-    def by_name(self, names: Sequence[str]) -> dict[str, RayEngine]:
-        found = {name_of(engine.url): engine for engine in self.engines.of(self.actors)}
-        return {name: found[name] for name in names if name in found}
-
-    def client(self, engine: RayEngine) -> EngineClient:
-        if engine.key not in self._clients:
-            self._clients[engine.key] = EngineClient(
-                engine.url, name=name_of(engine.url), deadlines=publishers.deadlines(self.args)
-            )
-        return self._clients[engine.key]
-
-
-@dataclass(slots=True)
-class Leader:
-    link: Link
-    publisher: SlimePublisher
-    version: str
-    transport: Callable[[list[RayEngine]], Transport]
-
-    def start(self) -> tuple[Future[PublicationReport], CollectiveTransport | None]:
-        engines = self.link.engines.of(self.link.actors)
-        self.publisher.enroll(engines)
-        transport = self.transport(engines)
-        collective = transport if isinstance(transport, CollectiveTransport) else None
-        return self.publisher.start(transport, self.version), collective
-
-    def finish(self, future: Future[PublicationReport]) -> dict[str, float]:
-        return self.publisher.finish(future)
-
-
-def link_of(updater: Any) -> Link:
-    if not hasattr(updater, "reef_link"):
-        updater.reef_link = Link(updater.args)
-    return updater.reef_link  # type: ignore[no-any-return]
-
-
-# ---- distributed and tensor ---------------------------------------------------------------------------------------
 
 
 def _send(updater: Any, names: Sequence[str], version_before: int, move: Callable[[Any], None]) -> dict[str, str]:
@@ -350,69 +237,7 @@ def _tensor(module: Any) -> None:
     _put_behind_transaction(module.UpdateWeightFromTensor, "tensor")
 
 
-# ---- delta disk ---------------------------------------------------------------------------------------------------
-
-
-def _delta(module: Any) -> None:
-    updater_class = module.UpdateWeightFromDiskDelta
-    connect, update = updater_class.connect_rollout_engines, updater_class.update_weights
-
-    @functools.wraps(connect)
-    def connect_rollout_engines(self: Any, rollout_engines: Any, rollout_engine_lock: Any, **rest: Any) -> None:
-        link_of(self).actors = list(rollout_engines)
-        connect(self, rollout_engines, rollout_engine_lock, **rest)
-
-    @functools.wraps(update)
-    def update_weights(self: Any) -> None:
-        is_baseline = not self._baseline_captured
-        update(self)
-        if is_baseline:
-            _serve_base(self)
-
-    def _reload_engines(self: Any) -> None:
-        link = link_of(self)
-        if self._post_write_hook is not None:
-            self._post_write_hook(self.args, self._version_dir, list(self.rollout_engines))
-        link.ranks.gather(None)  # each rank's files are there before an engine pulls them
-        leader = link.leader(
-            str(self.weight_version),
-            BASE_VERSION,
-            lambda engines: DiskReload(
-                self.args.update_weight_local_checkpoint_dir, pull=self.weight_version, engines=engines
-            ),
-        )
-        self.update_weight_metrics.update(publish_together(link.ranks, leader))
-
-    updater_class.connect_rollout_engines = connect_rollout_engines
-    updater_class.update_weights = update_weights
-    updater_class._reload_engines = _reload_engines
-
-
-def _serve_base(updater: Any) -> None:
-    """Delta publishes nothing the first time: the engines serve the checkpoint that they were started with.
-
-    Raises PublicationFailed for an engine that serves anything else: a delta on top of it would be wrong.
-    """
-    link = link_of(updater)
-    problem = ""
-    if (publisher := link.leads(BASE_VERSION)) is not None:
-        try:
-            publisher.enroll(link.engines.of(link.actors))
-            others = [m.name for m in publisher.members() if m.status != "confirmed"]
-            if others:
-                raise PublicationFailed(
-                    f"delta updates start from --hf-checkpoint, but {', '.join(others)} serve other weights than "
-                    f"those labelled {BASE_VERSION!r}; restart these engines"
-                )
-            publisher.settle_routing()
-        except PublicationFailed as error:
-            problem = str(error)
-    if problem := link.ranks.share(problem):
-        raise PublicationFailed(problem)
-
-
 PATCHES: tuple[tuple[str, ModuleFunction], ...] = (
     ("slime.backends.megatron_utils.update_weight.update_weight_from_distributed", _distributed),
     ("slime.backends.megatron_utils.update_weight.update_weight_from_tensor", _tensor),
-    ("slime.backends.megatron_utils.update_weight.update_weight_from_disk_delta", _delta),
 )

@@ -16,7 +16,8 @@ from slime_backend.policy import decide
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.slime_hooks import updaters
 from slime_backend.slime_hooks.errors import EngineRejectedUpdate
-from slime_backend.slime_hooks.updaters import _put_behind_transaction, broadcast, link_of
+from slime_backend.slime_hooks.rank_link import link_of
+from slime_backend.slime_hooks.updaters import _put_behind_transaction, broadcast
 
 from .test_publisher import engines_and_publisher
 
@@ -139,7 +140,6 @@ def connected(tmp_path, monkeypatch):
     done = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
     monkeypatch.setattr("torch.distributed.broadcast", lambda *args, **kwargs: done)
     monkeypatch.setattr(updaters, "give_up", groups.extend)
-    monkeypatch.setattr(updaters, "SlimeRanks", OneRank)
 
     updater_class = type("Updater", (StubUpdater,), {n: vars(StubUpdater)[n] for n in _WRAPPED})
     _put_behind_transaction(updater_class, "tensor")
