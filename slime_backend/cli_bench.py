@@ -27,7 +27,7 @@ def swa(as_json: AsJson = False) -> None:
 
 @bench.command()
 def overhead(as_json: AsJson = False) -> None:
-    """The cost of recording: tokens decoded per second with every hook on, beside the plugin off; some ten minutes.
+    """The cost of recording: tokens decoded per second with every hook on, beside the plugin off; a quarter of an hour.
 
     Exit code 1 if a goal isn't met."""
     from slime_backend.bench.overhead import bench_overhead

@@ -39,8 +39,8 @@ SIDES = (OFF, AGAIN, ON)
 HOOKS = tuple(HOOK_MODULES)
 GOAL = 0.98
 PROMPT = 16
-TOKENS = 24  # of each answer: a fraction of a second, so that the three of a round see the same machine
-ROUNDS = {1: 120, 8: 80, 32: 50}  # batch -> rounds
+TOKENS = 16  # of each answer: a fraction of a second, so that the three of a round see the same machine
+ROUNDS = {1: 240, 8: 200, 32: 150}  # batch -> rounds
 WARM_UP = 5
 CONFIDENCE = 0.95
 
@@ -133,7 +133,7 @@ def row(model: str, batch: int, side: str, found: Comparison) -> Row:
 
 
 async def bench_overhead(say: Say, rows: list[Row]) -> None:
-    """Add all rows to `rows`. Takes some ten minutes. Raises EngineStartError, EngineError or BenchError."""
+    """Add all rows to `rows`. Takes a quarter of an hour. Raises EngineStartError, EngineError or BenchError."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
         for name in ("hybrid", "dense"):  # every hook is active with the first; steps are shorter with the second
