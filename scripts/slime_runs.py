@@ -45,6 +45,7 @@ PATHS = {
     "fault-tolerance": "`--use-fault-tolerance`, an engine killed in rollout 2",
     "fault-tolerance-rejected": "the same, an engine that refuses publication 2 is replaced",
     "rejected-update": "an engine that refuses the weights",
+    "prefix-sharing": "`--disjoint-prefix-sharing`: groups share their prompt, audit of the whole run",
     "rollouts": "spans in samples, ledger, staleness, metrics in slime's W&B run",
     "launch-scripts": "flags of `scripts/slime_*.sh` by slime's own parser",
     "gpu": "any path on GPUs",
