@@ -133,8 +133,8 @@ def generated_per_s(run, rollouts):
 
 
 def test_the_second_request_of_a_group_finds_its_prompt_and_the_audit_finds_nothing(slime_run, tmp_path):
-    """Prompts of 400 bytes, four groups of four. SGLang holds back a request whose prefix another one of the same
-    batch is about to compute, under its schedule policy lpm only."""
+    """Prompts of 400 tokens, four groups of four. What SGLang admits in one prefill batch can't share, and slime sends
+    a group at once: so one request a batch."""
     from slime_backend.local_trainer.models import load_model
     from slime_backend.provenance.audit import audit_run
 
@@ -146,7 +146,7 @@ def test_the_second_request_of_a_group_finds_its_prompt_and_the_audit_finds_noth
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--prompt-data", str(prompts), "--n-samples-per-prompt", "4", "--global-batch-size", "16")
     run = slime_run(
-        *RUN_DIR, *flags, *("--disjoint-prefix-sharing", "--reef-save-weights", "--sglang-schedule-policy", "lpm")
+        *RUN_DIR, *flags, *("--disjoint-prefix-sharing", "--reef-save-weights", "--sglang-prefill-max-requests", "1")
     )
     assert_published(run, ["1", "2", "3"], transport="distributed")
     later = []
