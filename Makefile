@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/cpu_tiny.yaml
 ARGS ?=
 
-.PHONY: help env demo test test-soak test-compat test-slime lint types check clean
+.PHONY: help env demo test test-soak test-compat test-slime bench lint types check clean
 
 help:
 	@echo "make demo    train with two live engines on this CPU (CONFIG=configs/..., ARGS='--set steps=20')"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-soak    the long tests: the real small model, 200 publications, 300 rounds of fan-out, 20,000 steps"
 	@echo "                  of faults, a million ledger records through a hundred kills, 500 planted faults, the gateway under load"
 	@echo "make test-slime    the tests on the real slime; SLIME_SRC names its checkout (0.4 GB more, in $(VENV_SLIME))"
+	@echo "make bench    measures all benches and writes docs/benchmarks; the better part of an hour"
 	@echo "make check   lint, types and tests, as CI does"
 
 env:
@@ -48,6 +49,9 @@ test-compat:
 test-slime: env
 	@bash scripts/make_slime_env.sh $(VENV_SLIME) $(VENV)
 	@$(VENV_SLIME)/bin/python -m pytest --timeout 1200 -m slime $(ARGS)
+
+bench: env
+	@$(BIN)/reef-slime bench all --write docs/benchmarks
 
 lint: env
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -30,6 +30,7 @@ setup(
         "wandb": ["wandb>=0.18"],
         "tensorboard": ["tensorboard>=2.15"],
         "report": ["plotly>=6"],  # report.html
+        "bench": ["matplotlib>=3.9"],  # the plots of `reef-slime bench NAME --write`
         "service": [  # the gateway
             "fastapi>=0.115",
             "uvicorn>=0.29",

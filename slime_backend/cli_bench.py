@@ -3,58 +3,91 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from slime_backend import event_loop
+from slime_backend.bench.catalog import BENCHES, Bench
 
 bench = typer.Typer(help="Measure ours beside what there is without it.", no_args_is_help=True, rich_markup_mode=None)
 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON line")]
+Folder = Annotated[
+    Path | None, typer.Option("--write", metavar="DIR", help="write the page of the bench, with plots, into DIR")
+]
+Part = Annotated[str | None, typer.Option("--part", metavar="PART", help="measure one part only")]
 
 
-@bench.command()
-def swa(as_json: AsJson = False) -> None:
-    """Fan-out over a shared prompt on a sliding-window model, with SGLang as it is beside it; some minutes.
+def _add(entry: Bench) -> None:
+    parts = f" Parts: {', '.join(entry.parts)}." if entry.parts else ""
 
-    Exit code 1 if a goal isn't met."""
-    from slime_backend.bench.swa import bench_swa
-
-    _measure("swa", "sliding-window prefix cache", bench_swa, as_json)
-
-
-@bench.command()
-def overhead(as_json: AsJson = False) -> None:
-    """The cost of recording: tokens decoded per second with every hook on, beside the plugin off; a quarter of an hour.
-
-    Exit code 1 if a goal isn't met."""
-    from slime_backend.bench.overhead import bench_overhead
-
-    _measure("overhead", "the cost of recording (tokens per second)", bench_overhead, as_json)
+    @bench.command(entry.name, help=f"{entry.summary}{parts}\n\nExit code 1 if a goal isn't met.")
+    def command(as_json: AsJson = False, folder: Folder = None, part: Part = None) -> None:
+        if part is not None and part not in entry.parts:
+            known = f"its parts are {', '.join(entry.parts)}" if entry.parts else "it has no parts"
+            raise typer.BadParameter(f"{part!r} is not a part of bench {entry.name}; {known}", param_hint="--part")
+        if not _measure(entry, part, as_json, folder):
+            raise typer.Exit(1)
 
 
-def _measure(name: str, title: str, work: Callable[..., Coroutine[Any, Any, None]], as_json: bool) -> None:
-    """Run a bench and print its rows. Of one that ends early those that it had: they took minutes to measure."""
+for _entry in BENCHES:
+    _add(_entry)
+
+
+@bench.command("all")
+def everything(as_json: AsJson = False, folder: Folder = None) -> None:
+    """Every bench, one after the other; the better part of an hour. With --json a line for each.
+
+    One that ends early doesn't keep the others from running. Exit code 1 if a goal isn't met, or if one ended early."""
+    done = [_unless_it_fails(partial(_measure, entry, None, as_json, folder)) for entry in BENCHES]
+    if not all(done):
+        raise typer.Exit(1)
+
+
+def _unless_it_fails(work: Callable[[], bool]) -> bool:
+    """False where it raises anything but an interrupt: `all` says what, and goes on."""
+    try:
+        return work()
+    except Exception as error:
+        _say(f"reef-slime: {' '.join(str(error).split())}")
+        return False
+
+
+def _measure(entry: Bench, part: str | None, as_json: bool, folder: Path | None) -> bool:
+    """Run a bench, print its rows, write its page; whether every goal holds.
+
+    Of one that ends early the rows that it had are printed, because they took minutes to measure, and nothing is
+    written: a page is of whole runs.
+    """
+    from slime_backend.bench import pages, plots
     from slime_backend.bench.rows import Row, print_rows, to_json
 
-    def say(text: str) -> None:
-        typer.echo(text, err=True)
-
+    if folder is not None:
+        pages.read(folder, entry)  # a folder that can't be used is refused now, not after minutes
     rows: list[Row] = []
     early: BaseException | None = None
+    clock = pages.Clock()
     try:
-        event_loop.run_until_signal(work(say, rows))
+        event_loop.run_until_signal(entry.run(_say, rows, part))
     except BaseException as error:
         early = error
-        say(f"bench {name} ended early, with {len(rows)} rows measured")
+        _say(f"bench {entry.name} ended early, with {len(rows)} rows measured")
     if as_json:
         why = None if early is None else " ".join(str(early).split()) or "interrupted"
-        typer.echo(json.dumps(to_json(name, rows, why)))
+        typer.echo(json.dumps(to_json(entry.name, rows, why)))
     elif rows:
-        print_rows(title, rows)
+        print_rows(entry.title, rows)
     if early is not None:
         raise early
-    if not all(row.holds for row in rows):
-        raise typer.Exit(1)
+    if folder is not None:
+        page = pages.write(folder, entry, clock.run(entry, part, rows))
+        _say(f"wrote {page}" + ("" if plots.can_draw() else " without plots (pip install 'reef-slime[bench]')"))
+    return all(row.holds for row in rows)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)

@@ -2,7 +2,7 @@
 
 Between pause and verified, a publication makes three calls to every engine, and all engines stand still until the last
 one is answered; so what a call costs this process is multiplied by the fleet. asyncio's own streams with this little
-around them take about a quarter of what aiohttp's client needs (scripts/measure_barrier.py times the whole barrier).
+around them take about a quarter of what aiohttp's client needs (`reef-slime bench fleet` times the whole barrier).
 
 It speaks what an SGLang server (uvicorn) speaks: bodies with a Content-Length, chunked, or until the end of the
 connection. No redirects, no proxy, no compression.

@@ -1,1 +1,1 @@
-"""Measurements side by side with what others do: `reef-slime bench NAME --json`."""
+"""Measurements side by side with what others do: `reef-slime bench NAME`. catalog.py lists them."""

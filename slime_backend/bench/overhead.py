@@ -23,10 +23,11 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime_backend.bench.catalog import Say
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.rows import BenchError, Row, told
 from slime_backend.engine_client import EngineClient
@@ -43,8 +44,7 @@ TOKENS = 16  # of each answer: a fraction of a second, so that the three of a ro
 ROUNDS = {1: 240, 8: 200, 32: 150}  # batch -> rounds
 WARM_UP = 5
 CONFIDENCE = 0.95
-
-Say = Callable[[str], None]
+PARTS = ("hybrid", "dense")  # every hook is active with the first; steps are shorter with the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,11 @@ def row(model: str, batch: int, side: str, found: Comparison) -> Row:
     )
 
 
-async def bench_overhead(say: Say, rows: list[Row]) -> None:
+async def bench_overhead(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -> None:
     """Add all rows to `rows`. Takes a quarter of an hour. Raises EngineStartError, EngineError or BenchError."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
-        for name in ("hybrid", "dense"):  # every hook is active with the first; steps are shorter with the second
+        for name in parts:
             model = make_tiny_model(Path(folder) / name, hybrid=name == "hybrid")
             say(f"starting an engine: {name}")
             async with running_engines(model, Path(folder), name, {"engine": HOOKS}) as engines:

@@ -16,12 +16,13 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_backend.bench.catalog import Say
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.rows import BenchError, Row, ratio, told
 from slime_backend.engine_client import EngineClient
@@ -38,8 +39,7 @@ ROUNDS = 5
 TAILS = range(1, 401)
 TAILED = 701  # the head before each of them; one chunk holds both
 TOLERANCE = 1e-5
-
-Say = Callable[[str], None]
+PARTS = ("wide", "roomy", "tight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ def _close(first: Sequence[float], second: Sequence[float]) -> bool:
     return max(abs(a - b) for a, b in zip(first, second, strict=True)) < TOLERANCE
 
 
-async def bench_swa(say: Say, rows: list[Row]) -> None:
+async def bench_swa(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -> None:
     """Add all rows to `rows`, those of each pair as soon as it is done. Takes some minutes.
 
     Raises EngineStartError, EngineError or BenchError.
@@ -307,6 +307,8 @@ async def bench_swa(say: Say, rows: list[Row]) -> None:
             ("roomy", roomy_rows, {"chunked_prefill_size": 2048, **pool(60000, 6000)}),
             ("tight", tight_rows, {"chunked_prefill_size": 1024, **pool(40000, 3000)}),
         ):
+            if name not in parts:
+                continue
             say(f"starting two engines: {name}")
             async with running_pair(model, Path(folder), name, **settings) as pair:
                 measured = await measure(pair, prompts, say)

@@ -1,0 +1,72 @@
+"""Which benches there are: each an `async def bench_x(say, rows)` that appends every row as soon as it has it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """`parts`: what can be measured by itself, with `bench_x(say, rows, parts)`. What the module's docstring says
+    stands on the bench's page, and what its `PLOTS` describe is drawn there."""
+
+    name: str
+    title: str
+    summary: str  # of the command: what is measured, and how long it takes
+    parts: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module(f"slime_backend.bench.{self.name}")
+
+    def explained(self) -> str:
+        return inspect.getdoc(self.module) or ""
+
+    def run(self, say: Say, rows: list[Any], part: str | None = None) -> Coroutine[Any, Any, None]:
+        """All of it, or one part."""
+        work = getattr(self.module, f"bench_{self.name}")
+        return work(say, rows) if part is None else work(say, rows, (part,))  # type: ignore[no-any-return]
+
+
+# In the order in which `all` runs them: cheap ones first.
+BENCHES = (
+    Bench(
+        "fleet",
+        "the barrier over a thousand engines",
+        "What pausing, verifying and resuming costs over 1 to 1024 fake engines; with a slow, dead or hung one among "
+        "them; some five minutes.",
+        ("growth", "faults"),
+    ),
+    Bench(
+        "attention",
+        "attention on a CPU",
+        "Prefix hits, batched decode and prefill with our CPU attention, with SGLang's own beside it; some minutes.",
+        ("hits", "decode", "prefill"),
+    ),
+    Bench(
+        "publish",
+        "how long engines stand still for a publication",
+        "Pause to resumed without the bytes, by load and by engines, with slime's sequence beside it; some ten "
+        "minutes.",
+        ("load", "engines"),
+    ),
+    Bench(
+        "swa",
+        "sliding-window prefix cache",
+        "Fan-out over a shared prompt on a sliding-window model, with SGLang as it is beside it; some minutes.",
+        ("wide", "roomy", "tight"),
+    ),
+    Bench(
+        "overhead",
+        "the cost of recording (tokens per second)",
+        "The cost of recording: tokens decoded per second with every hook on, beside the plugin off; a quarter of an "
+        "hour.",
+        ("hybrid", "dense"),
+    ),
+)

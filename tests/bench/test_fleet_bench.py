@@ -1,0 +1,138 @@
+"""`reef-slime bench fleet` measured end to end, with fewer and faster fake engines. No time is looked at."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_backend.bench import fleet
+from slime_backend.bench.fleet import KINDS, Kind, Outcome, Times, growth_rows, time_fault, time_growth
+from slime_backend.bench.rows import BenchError, Row
+from slime_backend.engine_client import EngineClient
+from slime_backend.simulation.fleet_process import fake_engines
+
+
+def kind(name: str) -> Kind:
+    return next(k for k in KINDS if k.name == name)
+
+
+def test_every_size_publishes_in_both_ways_in_each_round(run_async: Any) -> None:
+    with fake_engines(4) as urls:
+        times = run_async(time_growth({1: urls[:1], 3: urls[1:]}, rounds=3))
+    assert set(times) == {(1, "retract"), (1, "scoped"), (3, "retract"), (3, "scoped")}
+    for found in times.values():
+        assert len(found.verified) == len(found.resumed) == len(found.cpu) == 3
+        assert all(0 < v < r for v, r in zip(found.verified, found.resumed, strict=True))
+    cases = [row.case for row in growth_rows(times)]
+    assert len(set(cases)) == len(cases) == 5
+    for plot in fleet.PLOTS:
+        assert [m["x"] for case in cases if (m := re.fullmatch(plot.cases, case))] == ["1", "3"]
+
+
+def test_a_fleet_with_an_engine_that_lies_is_not_timed(run_async: Any) -> None:
+    with (
+        fake_engines(1) as honest,
+        fake_engines(1, faults={"/update_weight_version": ["lie"]}) as lying,
+        pytest.raises(BenchError, match="its label reads 'v0'"),
+    ):
+        run_async(time_growth({2: [*honest, *lying]}, rounds=1))
+
+
+@pytest.mark.parametrize(("times", "holds"), [(1.9, True), (2.1, False)])
+def test_the_goal_of_the_barrier(times: float, holds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "TWICE", 4)
+
+    def took(ms: float) -> Times:
+        return Times([ms] * 3, [ms + 1] * 3, [1.0] * 3)
+
+    found = {(size, way): took(10.0 if size == 1 else 10 * times) for size in (1, 4) for way in fleet.WAYS}
+    (row,) = (r for r in growth_rows(found) if "beside 4" in r.case)
+    assert row.holds is holds
+
+
+@pytest.mark.parametrize("way", fleet.WAYS)
+@pytest.mark.parametrize("name", ["well", "slow", "dead", "hung"])
+def test_the_others_resume_whatever_is_wrong_with_one(
+    name: str, way: Any, run_async: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "DEADLINE_S", 0.5)
+    what = kind(name)
+    with fake_engines(2) as healthy, fake_engines(2, latency_s=what.latency_s / 10, faults=what.faults) as patients:
+        found = run_async(time_fault(healthy, patients, what, way, "tag"))
+        assert found.as_it_should
+        assert len(found.others_ms) == len(found.decided_ms) == 2
+        assert run_async(labels(healthy)) == ["tag-1", "tag-1"]
+
+
+async def labels(urls: list[str]) -> list[str | None]:
+    found = []
+    for url in urls:
+        async with EngineClient(url) as client:
+            found.append(await client.weight_version())
+    return found
+
+
+def test_a_dead_engine_that_nobody_expects_is_seen(run_async: Any) -> None:
+    """The control: an engine is said to be well, and is not."""
+    with fake_engines(1) as healthy, fake_engines(1, faults=kind("dead").faults) as patients:
+        found = run_async(time_fault(healthy, patients, kind("well"), "retract", "tag"))
+    assert not found.as_it_should
+    (row, _) = fleet.fault_rows(kind("well"), "retract", Outcome([10.0], [20.0]), found)
+    assert not row.holds
+
+
+@pytest.mark.parametrize(("waited", "holds"), [(500.0, True), (5000.0, False)])
+def test_others_that_wait_too_long_are_a_missed_goal(waited: float, holds: bool) -> None:
+    well, found = Outcome([100.0], [150.0]), Outcome([waited], [waited])
+    (row, _) = fleet.fault_rows(kind("dead"), "retract", well, found)
+    assert row.holds is holds
+
+
+def test_the_bench_goes_through_its_parts(run_async: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SIZES": (1, 2), "ROUNDS": 1, "HEALTHY": 2, "FAULT_ROUNDS": 1, "DEADLINE_S": 1.5}.items():
+        monkeypatch.setattr(fleet, name, value)
+    rows: list[Row] = []
+    run_async(fleet.bench_fleet(lambda text: None, rows))
+    assert len({row.case for row in rows}) == len(rows) == 5 + 2 * 2 * 3
+    assert all("inf" not in row.goal for row in rows)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_fake_engines_end_with_who_started_them(how: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "start.py"
+    script.write_text(
+        "import multiprocessing, time\n"
+        "from slime_backend.simulation.fleet_process import fake_engines\n"
+        "if __name__ == '__main__':\n"
+        "    with fake_engines(1):\n"
+        "        print(multiprocessing.active_children()[0].pid, flush=True)\n"
+        "        time.sleep(60)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.send_signal(how)
+    parent.wait(30)
+    until = time.monotonic() + 30
+    while runs(child) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not runs(child)
+
+
+def runs(pid: int) -> bool:
+    """A zombie doesn't run."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
