@@ -83,10 +83,10 @@ class Run:
     command: str
     date: str
     machine: Machine
-    load: tuple[float, float]  # of the machine, one minute's average, as the run began and as it ended
     seconds: float
     rows: Sequence[Row]
     part: str | None = None
+    load: tuple[float, float] | None = None  # of the machine, a minute's average, as the run began and as it ended
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "rows": [row_json(row) for row in self.rows]}
@@ -94,7 +94,8 @@ class Run:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
         machine, rows = Machine(**data["machine"]), [Row(**row) for row in data["rows"]]
-        return cls(**{**data, "machine": machine, "load": tuple(data["load"]), "rows": rows})
+        load = None if data["load"] is None else tuple(data["load"])
+        return cls(**{**data, "machine": machine, "load": load, "rows": rows})
 
 
 class Clock:
@@ -107,7 +108,7 @@ class Clock:
         command = f"reef-slime bench {bench.name}" + (f" --part {part}" if part else "")
         load = round(self._load, 1), round(os.getloadavg()[0], 1)
         seconds = round(time.monotonic() - self._started, 1)
-        return Run(command, time.strftime("%Y-%m-%d"), Machine.this(), load, seconds, rows, part)
+        return Run(command, time.strftime("%Y-%m-%d"), Machine.this(), seconds, rows, part, load)
 
 
 def write(folder: Path, bench: Bench, run: Run) -> Path:
@@ -156,16 +157,15 @@ def read(folder: Path, bench: Bench) -> list[Run]:
 
 def compose(bench: Bench, runs: Sequence[Run], pictures: Sequence[tuple[plots.Plot, str]]) -> str:
     """The page. `pictures`: plots with the names of their files."""
-    blocks = [f"# {bench.title}", bench.explained()]
+    blocks = [f"# {bench.title[0].upper()}{bench.title[1:]}", bench.explained()]
     blocks += [f"![{plot.title}]({name})" for plot, name in pictures]
     for run in runs:
         table = [_line(COLUMNS), _line("---:" if c in COLUMNS[1:4] else "---" for c in COLUMNS)]
         table += [_line(cells(row)) for row in run.rows]
-        facts = (
-            f"`{run.command}`, {run.date}, {run.seconds:.0f} s; {run.machine}; load average {run.load[0]:g} as it "
-            f"began, {run.load[1]:g} as it ended."
-        )
-        blocks += [*([f"## {run.part}"] if run.part else []), "\n".join(table), facts]
+        facts = f"`{run.command}`, {run.date}, {run.seconds:.0f} s; {run.machine}"
+        if run.load is not None:
+            facts += f"; load average {run.load[0]:g} as it began, {run.load[1]:g} as it ended"
+        blocks += [*([f"## {run.part}"] if run.part else []), "\n".join(table), facts + "."]
     return "\n\n".join(blocks) + "\n"
 
 
