@@ -14,6 +14,7 @@ as well, so on few cores the times are upper bounds; the controller's own CPU ti
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -72,6 +73,7 @@ class Times:
     verified: list[float] = field(default_factory=list)
     resumed: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)  # of this process
+    line_kib: list[float] = field(default_factory=list)  # of the report in publications.jsonl
 
 
 async def time_growth(groups: Mapping[int, Sequence[str]], rounds: int) -> dict[tuple[int, PrefixSharing], Times]:
@@ -100,6 +102,7 @@ async def time_growth(groups: Mapping[int, Sequence[str]], rounds: int) -> dict[
                     found.verified.append(report.verified_ms or 0.0)
                     found.resumed.append(report.wall_ms)
                     found.cpu.append(cpu)
+                    found.line_kib.append(len(json.dumps(report.to_json())) / 1024)
         return times
 
 
@@ -118,6 +121,8 @@ def growth_rows(times: Mapping[tuple[int, PrefixSharing], Times]) -> list[Row]:
         )
         what = f"the controller's CPU for a publication, {engines}, retract beside scoped, ms"
         rows.append(cost_row(what, retract.cpu, scoped.cpu))
+        what = f"a line of publications.jsonl, {engines}, retract beside scoped, KiB"
+        rows.append(cost_row(what, retract.line_kib, scoped.line_kib))
     return rows
 
 

@@ -29,10 +29,10 @@ def test_every_size_publishes_in_both_ways_in_each_round(run_async: Any) -> None
         times = run_async(time_growth({1: urls[:1], 3: urls[1:]}, rounds=3))
     assert set(times) == {(1, "retract"), (1, "scoped"), (3, "retract"), (3, "scoped")}
     for found in times.values():
-        assert len(found.verified) == len(found.resumed) == len(found.cpu) == 3
+        assert len(found.verified) == len(found.resumed) == len(found.cpu) == len(found.line_kib) == 3
         assert all(0 < v < r for v, r in zip(found.verified, found.resumed, strict=True))
     cases = [row.case for row in growth_rows(times)]
-    assert len(set(cases)) == len(cases) == 5
+    assert len(set(cases)) == len(cases) == 7
     for plot in fleet.PLOTS:
         assert [m["x"] for case in cases if (m := re.fullmatch(plot.cases, case))] == ["1", "3"]
 
@@ -51,7 +51,7 @@ def test_the_goal_of_the_barrier(times: float, holds: bool, monkeypatch: pytest.
     monkeypatch.setattr(fleet, "TWICE", 4)
 
     def took(ms: float) -> Times:
-        return Times([ms] * 3, [ms + 1] * 3, [1.0] * 3)
+        return Times([ms] * 3, [ms + 1] * 3, [1.0] * 3, [1.0] * 3)
 
     found = {(size, way): took(10.0 if size == 1 else 10 * times) for size in (1, 4) for way in fleet.WAYS}
     (row,) = (r for r in growth_rows(found) if "beside 4" in r.case)
@@ -101,7 +101,7 @@ def test_the_bench_goes_through_its_parts(run_async: Any, monkeypatch: pytest.Mo
         monkeypatch.setattr(fleet, name, value)
     rows: list[Row] = []
     run_async(fleet.bench_fleet(lambda text: None, rows))
-    assert len({row.case for row in rows}) == len(rows) == 5 + 2 * 2 * 3
+    assert len({row.case for row in rows}) == len(rows) == 7 + 2 * 2 * 3
     assert all("inf" not in row.goal for row in rows)
 
 
