@@ -18,6 +18,7 @@ import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -127,7 +128,7 @@ def sides(found: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float
     return [r["peer"] for r in found[1:]], [r["ours"] for r in found[1:]]
 
 
-async def hit_rows(engines: Engines, rng: random.Random, prefixes: Mapping[int, int] = PREFIXES) -> list[Row]:
+async def hit_rows(engines: Engines, rng: random.Random, prefixes: Mapping[int, int]) -> list[Row]:
     rows = []
     for length, rounds in prefixes.items():
         await flush(engines)
@@ -140,7 +141,7 @@ async def hit_rows(engines: Engines, rng: random.Random, prefixes: Mapping[int, 
     return rows
 
 
-async def prefill_rows(engines: Engines, rng: random.Random, prompts: Mapping[int, int] = PROMPTS) -> list[Row]:
+async def prefill_rows(engines: Engines, rng: random.Random, prompts: Mapping[int, int]) -> list[Row]:
     rows = []
     for length, rounds in prompts.items():
         await flush(engines)
@@ -152,8 +153,8 @@ async def prefill_rows(engines: Engines, rng: random.Random, prompts: Mapping[in
 async def decode_rows(
     engines: Engines,
     rng: random.Random,
-    batches: Sequence[tuple[int, int]] = BATCHES,
-    rounds: int = DECODE_ROUNDS,
+    batches: Sequence[tuple[int, int]],
+    rounds: int,
 ) -> list[Row]:
     rows = []
     for size, context in batches:
@@ -191,10 +192,15 @@ async def bench_attention(say: Say, rows: list[Row], parts: Collection[str] = PA
             status = {side: (await engine.reports())[0].hooks.get(HOOK) for side, engine in engines.items()}
             if status != {"peer": None, "ours": ACTIVE}:
                 raise BenchError(f"the hook {HOOK} is {status['ours']!r} on this SGLang; there is nothing to compare")
-            for part, measure in (("hits", hit_rows), ("decode", decode_rows), ("prefill", prefill_rows)):
+            measures = {
+                "hits": partial(hit_rows, engines, rng, PREFIXES),
+                "decode": partial(decode_rows, engines, rng, BATCHES, DECODE_ROUNDS),
+                "prefill": partial(prefill_rows, engines, rng, PROMPTS),
+            }
+            for part, measure in measures.items():
                 if part in parts:
                     say(part)
-                    found = await measure(engines, rng)
+                    found = await measure()
                     for row in found:
                         say(told(row))
                     rows += found

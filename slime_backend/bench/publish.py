@@ -42,6 +42,7 @@ ROUNDS = 9
 IN_FLIGHT = (1, 8, 32, 64, 128, 256, 512)  # on one engine
 USUAL = 32  # on each of several engines, and of the split
 ENGINES = (1, 2, 4, 8)
+ENGINE_ROUNDS = 5
 ENGINE_GIB = 1.5  # of memory that one takes
 TIMES, UNDER_MS = 30, 30  # the goals, for pause to verified
 PROMPT, REPLY = 48, 256  # tokens
@@ -267,6 +268,6 @@ async def bench_publish(say: Say, rows: list[Row], parts: Collection[str] = PART
                     break
                 say(f"starting {count} engines")
                 async with engines_on(model, Path(folder), count) as clients:
-                    found = await in_turns(clients, USUAL, ROUNDS)
+                    found = await in_turns(clients, USUAL, ENGINE_ROUNDS)
                     where = f"{count} engine{'s' * (count > 1)} together, {USUAL} in flight on each"
                     add([barrier_row(found, where), *resumed_rows(found, where)])
