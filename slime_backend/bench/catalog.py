@@ -54,7 +54,7 @@ BENCHES = (
         "how long engines stand still for a publication",
         "Pause to resumed without the bytes, by load and by engines, with slime's sequence beside it; some ten "
         "minutes.",
-        ("load", "engines"),
+        ("load", "engines", "eight"),
     ),
     Bench(
         "swa",

@@ -37,11 +37,11 @@ from slime_backend.local_trainer.models import make_tiny_model
 from slime_backend.policy import decide
 from slime_backend.publication import EngineOutcome, PublicationReport, publish
 
-PARTS = ("load", "engines")
+PARTS = ("load", "engines", "eight")
 ROUNDS = 9
-IN_FLIGHT = (1, 8, 32, 64, 128, 256, 512)  # on one engine
+IN_FLIGHT = (1, 8, 32, 128, 512)  # on one engine
 USUAL = 32  # on each of several engines, and of the split
-ENGINES = (1, 2, 4, 8)
+ENGINES = {"engines": (1, 2, 4), "eight": (8,)}  # part -> how many at once
 ENGINE_ROUNDS = 5
 ENGINE_GIB = 1.5  # of memory that one takes
 TIMES, UNDER_MS = 30, 30  # the goals, for pause to verified
@@ -261,13 +261,12 @@ async def bench_publish(say: Say, rows: list[Row], parts: Collection[str] = PART
                     add([barrier_row(found, where), *resumed_rows(found, where)])
                     if in_flight == USUAL:
                         add(split_rows(found, where))
-        if "engines" in parts:
-            for count in ENGINES:
-                if count > fit_in_memory():
-                    say(f"{count} engines need {count * ENGINE_GIB:g} GiB of free memory, which this machine has not")
-                    break
-                say(f"starting {count} engines")
-                async with engines_on(model, Path(folder), count) as clients:
-                    found = await in_turns(clients, USUAL, ENGINE_ROUNDS)
-                    where = f"{count} engine{'s' * (count > 1)} together, {USUAL} in flight on each"
-                    add([barrier_row(found, where), *resumed_rows(found, where)])
+        for count in (count for part, counts in ENGINES.items() if part in parts for count in counts):
+            if count > fit_in_memory():
+                say(f"{count} engines need {count * ENGINE_GIB:g} GiB of free memory, which this machine has not")
+                break
+            say(f"starting {count} engines")
+            async with engines_on(model, Path(folder), count) as clients:
+                found = await in_turns(clients, USUAL, ENGINE_ROUNDS)
+                where = f"{count} engine{'s' * (count > 1)} together, {USUAL} in flight on each"
+                add([barrier_row(found, where), *resumed_rows(found, where)])
