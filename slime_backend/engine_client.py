@@ -15,7 +15,7 @@ from typing import Any
 
 from slime_backend.http_channel import HttpChannel, Stream
 from slime_backend.policy import PauseMode
-from slime_backend.wire import REPORT_KEY, SchedulerReport, WireError
+from slime_backend.wire import REPORT_KEY, REPORTS_PATH, SchedulerReport, WireError
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,7 @@ class EngineClient:
         self.name = name or self.url
         self.deadlines = deadlines or Deadlines()
         self._channel = HttpChannel(self.url)
+        self._serves_reports = True  # until it says that it has no such route
 
     async def close(self) -> None:
         self._channel.close()
@@ -144,21 +145,38 @@ class EngineClient:
         return True
 
     async def reports(self, info: Mapping[str, Any] | None = None) -> list[SchedulerReport]:
-        """Each data-parallel rank's own report. Raises EngineProtocolError where the plugin isn't loaded."""
+        """Each data-parallel rank's own report, read out of `info` where that is given.
+
+        Raises EngineProtocolError where the plugin isn't loaded.
+        """
+        if info is None and self._serves_reports:
+            try:
+                return self._parsed(await self.call("GET", REPORTS_PATH), f"GET {REPORTS_PATH}")
+            except EngineRefused as error:
+                if not _is_absent(error):
+                    raise
+                self._serves_reports = False  # an older plugin: its reports are in /server_info
         info = await self.server_info() if info is None else info
         states = info.get("internal_states")
         if not isinstance(states, list) or not states:
             raise EngineProtocolError(self.name, "GET /server_info", "no internal_states")
         try:
-            return [SchedulerReport.from_json(state[REPORT_KEY]) for state in states]
+            found = [state[REPORT_KEY] for state in states]
         except KeyError as error:
             raise EngineProtocolError(
                 self.name,
                 "GET /server_info",
                 f"no {REPORT_KEY!r} report: start the engine with reef-slime installed and REEF_SLIME_HOOKS set",
             ) from error
+        return self._parsed(found, "GET /server_info")
+
+    def _parsed(self, reports: Any, call: str) -> list[SchedulerReport]:
+        if not isinstance(reports, list) or not reports:
+            raise EngineProtocolError(self.name, call, "no reports")
+        try:
+            return [SchedulerReport.from_json(report) for report in reports]
         except WireError as error:
-            raise EngineProtocolError(self.name, "GET /server_info", str(error)) from error
+            raise EngineProtocolError(self.name, call, str(error)) from error
 
     # ---- publication --------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ Small frozen dataclasses of raw values, shared by both sides and importing nothi
 every verdict on them (`KvEvidence.is_empty`) is made here, on the reader's side, in one place.
 
     /server_info  -> internal_states[i]["reef_slime"]        SchedulerReport, one per data-parallel rank
+    /reef_slime/reports  -> a list of these, and nothing else
     /generate     <- sampling_params.custom_params["kv_anchors"]   prompt positions where other prompts will diverge
                   -> meta_info["weight_versions"]            list of Span over output tokens (who sampled)
                      meta_info["kv_provenance"]              list of KvSegment over output tokens (under which KV)
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, TypeVar
 
+REPORTS_PATH = "/reef_slime/reports"
 REPORT_KEY = "reef_slime"
 KV_PROVENANCE_KEY = "kv_provenance"
 PREFILLS_KEY = "prefills"

@@ -22,13 +22,14 @@ from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport
+from slime_backend.wire import REPORTS_PATH
 from tests.helpers import body, difference, prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]
 
 DEADLINES = Deadlines(pause=20.0, flush=20.0, load=30.0, control=20.0, generate=120.0)
 PHASES = {
-    "look": "/server_info",
+    "look": REPORTS_PATH,
     "pause": "/pause_generation",
     "flush": "/flush_cache",
     "load": "/update_weights_from_disk",

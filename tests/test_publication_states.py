@@ -25,6 +25,7 @@ from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.transport import NameTransport
+from slime_backend.wire import REPORTS_PATH
 
 STEPS = int(os.environ.get("REEF_STATE_STEPS", "120"))
 STEPS_EACH = 40
@@ -36,7 +37,7 @@ PATHS = (
     "/update_weights_from_disk",
     "/update_weight_version",
     "/continue_generation",
-    "/server_info",
+    REPORTS_PATH,
     "/model_info",
 )
 KINDS = ("refuse", "drop_before", "drop_after", "hang_before", "hang_after", "die")

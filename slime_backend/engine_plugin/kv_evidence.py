@@ -6,15 +6,19 @@ out by every rank:
   - with DP > 1 /flush_cache returns rank 0's answer only (tokenizer_control_mixin.py:325);
   - /server_info has capacities but no occupancy, and a refused flush is one line in the log (scheduler.py:5540).
 
+The same reports alone are answered by GET /reef_slime/reports, a route of our own: /server_info writes SGLang's whole
+configuration twice, which takes 40 ms on one core, and between pause and verified all engines stand still for it.
+
 Listens around Scheduler.flush_cache (:5518), pause_generation (:5817) and continue_generation (:5934), and adds to
-get_internal_state (:5549). The pause mode `abort` never reaches the scheduler (tokenizer_manager.py:2272), so `paused`
-and `pauses` do not count it.
+get_internal_state (:5549) and, behind TokenizerManager.__init__, the route. The pause mode `abort` never reaches the
+scheduler (tokenizer_manager.py:2272), so `paused` and `pauses` do not count it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +31,9 @@ from slime_backend.engine_plugin.generation import SCHEDULER, holds_kv
 log = logging.getLogger(__name__)
 
 HOOK = "kv_evidence"
+MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+SERVER = "sglang.srt.entrypoints.http_server"
+REPORT_ONLY = "reef-slime: report only"  # the id of a request for an internal state of nothing but our report
 
 
 @dataclass(slots=True)
@@ -65,7 +72,8 @@ def install() -> str:
     return registry.attach(
         HOOK,
         [
-            (f"{SCHEDULER}.get_internal_state", "after", _after_internal_state),
+            (f"{SCHEDULER}.get_internal_state", "around", _around_internal_state),
+            (f"{MANAGER}.__init__", "after", _after_manager),
             (f"{SCHEDULER}.flush_cache", "around", _around_flush),
             (f"{SCHEDULER}.pause_generation", "around", _around_pause),
             (f"{SCHEDULER}.continue_generation", "around", _around_continue),
@@ -141,7 +149,29 @@ def _slots(allocator: Any) -> tuple[int, int, int, int]:
     )
 
 
-def _after_internal_state(output: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _after_manager(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Add the route, in the process of SGLang's HTTP server; nothing where there is none (the Python engine)."""
+    server = sys.modules.get(SERVER)
+    if server is None:
+        return
+    from sglang.srt.managers.io_struct import GetInternalStateReq
+
+    async def reports() -> Any:
+        manager.auto_create_handle_loop()
+        # As TokenizerManager.get_internal_state asks (tokenizer_control_mixin.py:967).
+        answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=REPORT_ONLY))
+        return [answer.internal_state[wire.REPORT_KEY] for answer in answers]
+
+    server.app.add_api_route(wire.REPORTS_PATH, reports, methods=["GET"], response_model=None)
+
+
+def _around_internal_state(original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    if request.rid == REPORT_ONLY:
+        from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+
+        output = GetInternalStateReqOutput(internal_state={})
+    else:
+        output = original(scheduler, request, *args, **kwargs)
     try:
         report = wire.SchedulerReport(
             instance_id=counters().instance_id,

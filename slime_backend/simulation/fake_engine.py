@@ -150,6 +150,9 @@ class FakeEngine:
         states = [{REPORT_KEY: rank.report(self.hooks)} for rank in self.ranks]
         return Reply({"disable_radix_cache": not self.radix_cache, "internal_states": states})
 
+    async def on_reef_slime_reports(self, body: dict[str, Any]) -> Reply:
+        return Reply([rank.report(self.hooks) for rank in self.ranks])
+
     async def on_pause_generation(self, body: dict[str, Any]) -> Reply:
         for rank in self.ranks:
             rank.pause(body.get("mode", "abort"))
