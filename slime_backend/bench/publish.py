@@ -180,14 +180,17 @@ async def in_turns(clients: Sequence[EngineClient], in_flight: int, rounds: int)
     return found
 
 
-def barrier_row(found: Measured, where: str) -> Row:
-    """Until every cache is flushed and, for ours, until every scheduler's counts have shown it."""
-    return cost_row(
-        f"pause to flushed (ours: verified), {where}, ms",
-        [stop.flushed_ms for stop in found.slime],
-        [report.verified_ms or 0.0 for report in found.retract],
-        at_least=TIMES,
-    )
+def barrier_rows(found: Measured, where: str) -> list[Row]:
+    """Until every cache is flushed and, for ours, until every scheduler's counts have shown it; `scoped` has nothing to
+    flush."""
+    peer = [stop.flushed_ms for stop in found.slime]
+    return [
+        cost_row(f"{case}, {where}, ms", peer, [report.verified_ms or 0.0 for report in reports], at_least=TIMES)
+        for case, reports in (
+            ("pause to flushed (ours: verified)", found.retract),
+            ("pause to flushed (ours: paused in place, verified)", found.scoped),
+        )
+    ]
 
 
 def resumed_rows(found: Measured, where: str) -> list[Row]:
@@ -202,11 +205,12 @@ def split_rows(found: Measured, where: str) -> list[Row]:
     """Where the time of our two ways goes, and what an abort throws away."""
     rows = [
         cost_row(
-            f"pause to verified by itself, retract, {where}, ms",
+            f"pause to verified by itself, {way}, {where}, ms",
             None,
-            [r.verified_ms or 0.0 for r in found.retract],
+            [r.verified_ms or 0.0 for r in reports],
             below=UNDER_MS,
         )
+        for way, reports in (("retract", found.retract), ("scoped", found.scoped))
     ]
     for way, reports in (("retract", found.retract), ("scoped", found.scoped)):
         flush = "flush and evidence" if way == "retract" else "evidence of the pause"
@@ -258,7 +262,7 @@ async def bench_publish(say: Say, rows: list[Row], parts: Collection[str] = PART
                 for in_flight in IN_FLIGHT:
                     say(f"{in_flight} in flight")
                     found, where = await in_turns(clients, in_flight, ROUNDS), f"1 engine, {in_flight} in flight"
-                    add([barrier_row(found, where), *resumed_rows(found, where)])
+                    add([*barrier_rows(found, where), *resumed_rows(found, where)])
                     if in_flight == USUAL:
                         add(split_rows(found, where))
         for count in (count for part, counts in ENGINES.items() if part in parts for count in counts):
@@ -269,4 +273,4 @@ async def bench_publish(say: Say, rows: list[Row], parts: Collection[str] = PART
             async with engines_on(model, Path(folder), count) as clients:
                 found = await in_turns(clients, USUAL, ENGINE_ROUNDS)
                 where = f"{count} engine{'s' * (count > 1)} together, {USUAL} in flight on each"
-                add([barrier_row(found, where), *resumed_rows(found, where)])
+                add([*barrier_rows(found, where), *resumed_rows(found, where)])

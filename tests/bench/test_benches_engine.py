@@ -21,7 +21,7 @@ def test_publish_and_attention_cut_short(run_async: Any, monkeypatch: pytest.Mon
     lost = next(row for row in rows if row.case.startswith("requests that a publication aborts"))
     assert lost.peer >= publish.SETTLED * publish.USUAL  # slime's way ends what runs
     assert lost.ours == 0
-    assert len(rows) == 3 + 1 + 2 * 4 + 1
+    assert len(rows) == 4 + 2 + 2 * 4 + 1
 
     rows.clear()
     for name, value in {"PREFIXES": {512: 2}, "BATCHES": [(2, 128)], "DECODE_ROUNDS": 2, "PROMPTS": {256: 2}}.items():

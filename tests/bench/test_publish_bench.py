@@ -92,7 +92,7 @@ def measured(slime_ms: float, our_ms: float) -> Measured:
 @pytest.mark.parametrize(("slime_ms", "our_ms", "holds"), [(1005, 20, (True, True)), (1005, 40, (False, False))])
 def test_the_goals(slime_ms: float, our_ms: float, holds: tuple[bool, bool]) -> None:
     found = measured(slime_ms, our_ms)
-    barrier = publish.barrier_row(found, "1 engine, 32 in flight")
+    barrier, _ = publish.barrier_rows(found, "1 engine, 32 in flight")
     split = publish.split_rows(found, "1 engine, 32 in flight")
     assert (barrier.holds, split[0].holds) == holds
     assert (split[-1].peer, split[-1].ours) == (32, 0)
@@ -100,9 +100,9 @@ def test_the_goals(slime_ms: float, our_ms: float, holds: tuple[bool, bool]) -> 
 
 
 def test_the_plots_find_their_cases() -> None:
-    cases = [publish.barrier_row(measured(1000, 10), f"1 engine, {n} in flight").case for n in publish.IN_FLIGHT]
+    cases = [publish.barrier_rows(measured(1000, 10), f"1 engine, {n} in flight")[0].case for n in publish.IN_FLIGHT]
     names = ["1 engine together", "2 engines together"]
-    more = [publish.barrier_row(measured(1000, 10), f"{n}, {publish.USUAL} in flight on each").case for n in names]
+    more = [publish.barrier_rows(measured(1000, 10), f"{n}, {publish.USUAL} in flight on each")[0].case for n in names]
     assert [bool(re.fullmatch(publish.PLOTS[0].cases, case)) for case in cases] == [True] * len(cases)
     assert [re.fullmatch(publish.PLOTS[1].cases, case)["x"] for case in more] == ["1", "2"]  # type: ignore[index]
 
@@ -128,5 +128,5 @@ def test_the_bench_goes_through_its_parts(run_async: Any, monkeypatch: pytest.Mo
     run_async(publish.bench_publish(said.append, rows))
     assert started == [1, 1, 2]
     assert "4 engines need 6 GiB of free memory, which this machine has not" in said
-    assert sum(row.case.startswith("pause to flushed") for row in rows) == 4
+    assert sum(row.case.startswith("pause to flushed (ours: verified)") for row in rows) == 4
     assert len({row.case for row in rows}) == len(rows)
