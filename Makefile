@@ -51,6 +51,7 @@ test-slime: env
 	@$(VENV_SLIME)/bin/python -m pytest --timeout 1200 -m slime $(ARGS)
 
 bench: env
+	@$(BIN)/python -m pip install --quiet "matplotlib==3.11.2"
 	@$(BIN)/reef-slime bench all --write docs/benchmarks
 
 lint: env

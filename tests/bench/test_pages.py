@@ -75,7 +75,7 @@ def test_a_page_names_neither_the_host_nor_a_path(tmp_path: Path) -> None:
 
 
 def test_the_plot_is_of_the_cases_that_fit_it(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need matplotlib; make env installs it")
+    pytest.importorskip("matplotlib", reason="plots need matplotlib; make bench installs it")
     other = Row("no number", 1.0, 1.0, 1.0, "-", True)
     rows = [other, *sizes(1, 2, 4)]
     assert [(x, row.ours) for x, row in plots.points(PLOT, rows)] == [(1, 1), (2, 2), (4, 4)]
