@@ -2,12 +2,13 @@
 VENV ?= .venv
 VENV_COMPAT ?= .venv-compat
 VENV_SLIME ?= .venv-slime
+VENV_DEEPSPEED ?= .venv-deepspeed
 PYTHON ?= python3
 BIN := $(VENV)/bin
 CONFIG ?= configs/cpu_tiny.yaml
 ARGS ?=
 
-.PHONY: help env demo test test-soak test-compat test-slime bench lint types check clean
+.PHONY: help env demo test test-soak test-compat test-slime test-deepspeed bench lint types check clean
 
 help:
 	@echo "make demo    train with two live engines on this CPU (CONFIG=configs/..., ARGS='--set steps=20')"
@@ -16,6 +17,7 @@ help:
 	@echo "make test-soak    the long tests: the real small model, 200 publications, 300 rounds of fan-out, 20,000 steps"
 	@echo "                  of faults, a million ledger records through a hundred kills, 500 planted faults, the gateway under load"
 	@echo "make test-slime    the tests on the real slime; SLIME_SRC names its checkout (0.4 GB more, in $(VENV_SLIME))"
+	@echo "make test-deepspeed    the tests on the real DeepSpeed, with one engine (24 MB more, in $(VENV_DEEPSPEED))"
 	@echo "make bench    measures all benches and writes docs/benchmarks; the better part of an hour"
 	@echo "make check   lint, types and tests, as CI does"
 
@@ -49,6 +51,13 @@ test-compat:
 test-slime: env
 	@bash scripts/make_slime_env.sh $(VENV_SLIME) $(VENV)
 	@$(VENV_SLIME)/bin/python -m pytest --timeout 1200 -m slime $(ARGS)
+	@$(VENV_SLIME)/bin/python -m pytest tests/weight_sources/test_megatron.py
+
+# Layered as well: DeepSpeed builds itself for most of a minute, so it isn't in the lock of make env.
+test-deepspeed: env
+	@bash scripts/make_deepspeed_env.sh $(VENV_DEEPSPEED) $(VENV)
+	@$(VENV_DEEPSPEED)/bin/python -m pytest tests/weight_sources tests/local_trainer/test_deepspeed_step.py \
+	    tests/local_trainer/test_deepspeed_trainer.py tests/test_run_engine.py -k "weight_sources or deepspeed" $(ARGS)
 
 bench: env
 	@$(BIN)/python -m pip install --quiet "matplotlib==3.11.2"
@@ -63,4 +72,4 @@ types: env
 check: lint types test
 
 clean:
-	rm -rf .venv .venv-compat .venv-slime .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+	rm -rf .venv .venv-compat .venv-slime .venv-deepspeed .mypy_cache .ruff_cache .pytest_cache build *.egg-info

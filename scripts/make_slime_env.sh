@@ -17,13 +17,9 @@ if [ -z "$base" ]; then
     bash "$here/scripts/make_env.sh" "$env"
     pip=("$env/bin/python" -m pip)
 else
-    [ -x "$base/bin/python" ] || { echo "make_slime_env: $base is no environment: it has no bin/python" >&2; exit 2; }
-    [ -x "$env/bin/python" ] || "$base/bin/python" -m venv --without-pip "$env"
-    packages=$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    below=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    # addsitedir, not a bare path: the .pth files of BASE count too (its editable reef-slime, nvidia's packages).
-    echo "import site; site.addsitedir('$below')" > "$packages/reef_slime_base.pth"
-    pip=("$base/bin/python" -m pip --python "$env/bin/python")
+    # shellcheck source=scripts/env_common.sh
+    source "$here/scripts/env_common.sh"
+    layer_env "$env" "$base"
 fi
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
     echo "make_slime_env: installing ray, sglang-router and $megatron into $env"

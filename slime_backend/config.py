@@ -64,7 +64,14 @@ class RunConfig(BaseModel):
     max_version_lag: int | None = Field(None, ge=0, description="publications between sampling and training; none: any")
     ratio_low: float = Field(0.5, ge=0, le=1, description="staleness=correct masks a token whose ratio is under this")
     ratio_high: float = Field(5.0, ge=1, description="or over this")
-    trainer_threads: int = Field(1, ge=1)
+    trainer: Literal["torch", "deepspeed"] = Field(
+        "torch", description="deepspeed: pip install 'reef-slime[deepspeed]'"
+    )
+    zero_stage: Literal[1, 2, 3] = Field(2, description="of trainer=deepspeed: what its processes share out")
+    trainer_processes: int = Field(
+        1, ge=1, le=64, description="of trainer=deepspeed; each trains on its share of a batch"
+    )
+    trainer_threads: int = Field(1, ge=1, description="of each process")
 
     rollouts_segment_mib: float = Field(16, gt=0, description="of rollouts.jsonl, before it becomes a Parquet segment")
     audit_rollouts: int = Field(240, ge=0, description="rollouts to audit; 0: none")
@@ -86,6 +93,10 @@ class RunConfig(BaseModel):
             raise ValueError("ports names one port twice")
         if self.staleness != "correct" and self.max_version_lag is None:
             raise ValueError(f"staleness={self.staleness} does nothing without a bound; give max_version_lag as well")
+        if self.trainer_processes > 1 and self.trainer != "deepspeed":
+            raise ValueError(
+                f"trainer_processes={self.trainer_processes} needs trainer=deepspeed; trainer={self.trainer} has one"
+            )
         policy = self.policy  # raises PolicyError, a ValueError
         if self.layout == "colocated":
             raise ValueError(

@@ -5,6 +5,7 @@ Sizes are small; the demo's own figures come from `make demo`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -164,6 +165,27 @@ def test_interrupted_and_resumed(tmp_path, models_dir):
     assert steps[-1] == 4
     assert summary["audit"]["violations"] == 0
     assert summary["rollouts_doubled"] == 0
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; make test-deepspeed installs it"
+)
+@pytest.mark.parametrize(
+    ("stage", "processes", "transport"), [(2, 1, "disk"), (3, 2, "distributed")], ids=["zero2", "zero3"]
+)
+def test_deepspeed_as_the_trainer(tmp_path, models_dir, stage, processes, transport):
+    """Trained and published by DeepSpeed; the audit recomputes every rollout from the checkpoints that it wrote."""
+    keys = (f"zero_stage={stage}", f"trainer_processes={processes}", f"transport={transport}")
+    settings = (*SMALL, "name=ds", "steps=3", "wandb=disabled", "audit_rollouts=60", *keys)
+    done = finish(command("cpu_tiny_deepspeed.yaml", tmp_path, models_dir, *settings))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "ds" / "summary.json").read_text())
+    assert (summary["steps"], summary["engines_confirmed_each"], summary["flushes_verified"]) == (3, [2], 6)
+    assert summary["rollouts_lost"] == summary["rollouts_doubled"] == summary["rollouts_aborted"] == 0
+    assert summary["audit"]["violations"] == 0
+    assert summary["audit"]["max_abs_logprob_diff"] < 1e-4
+    assert summary["audit"]["crossing"] > 0
 
 
 @pytest.mark.soak

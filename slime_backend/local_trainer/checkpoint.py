@@ -19,15 +19,16 @@ def version_step(version: str) -> int:
     return int(version.removeprefix("v"))
 
 
-def save_trainer_state(run_dir: Path, step: int, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's state after `step`; the weights lie in `weights/v<step>`, saved before this is called."""
+def save_trainer_state(run_dir: Path, state: dict[str, Any]) -> None:
+    """`state`: what the trainer needs to go on, with "trainer", its name in the config, and "step". The weights lie in
+    `weights/v<step>`, saved before this is called."""
     partial = run_dir / f".{CHECKPOINT}.partial"
-    torch.save({"step": step, "optimizer": optimizer.state_dict()}, partial)
+    torch.save(state, partial)
     partial.rename(run_dir / CHECKPOINT)
 
 
 def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
-    """{"step", "optimizer"}, or None where the run has no checkpoint yet."""
+    """What `save_trainer_state` was given, or None where the run has no checkpoint yet."""
     path = run_dir / CHECKPOINT
     if not path.is_file():
         return None

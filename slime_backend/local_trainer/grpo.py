@@ -18,8 +18,8 @@ only distance from the behaviour policy is staleness, which the weight corrects.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -152,6 +152,89 @@ def make_optimizer(model: Any, config: GrpoConfig) -> torch.optim.Adam:
     return torch.optim.Adam(model.parameters(), lr=config.learning_rate, betas=config.betas, eps=1e-8)
 
 
+@dataclass(slots=True)
+class Trained:
+    """What the losses of a step left behind: of every trained token its log-prob now, that of the version that sampled
+    it, and whether it is stale; all (tokens,)."""
+
+    now: list[Tensor] = field(default_factory=list)
+    behaviour: list[Tensor] = field(default_factory=list)
+    stale: list[Tensor] = field(default_factory=list)
+    loss: float = 0.0
+    signal: bool = False  # some token has a gradient
+    shared_prefix: int = 0
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.cat(self.now), torch.cat(self.behaviour), torch.cat(self.stale)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The samples of a step with their advantages and their tokens' shares, both over all of the step's groups."""
+
+    samples: list[Sample]
+    advantages: list[float]
+    weights: list[Tensor]  # per sample (output length,); all together sum to 1
+    groups_without_signal: int
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[Sample]], config: GrpoConfig) -> StepBatch:
+        """Raises ValueError for an empty one."""
+        samples = [s for group in groups for s in group]
+        if not samples:
+            raise ValueError("a step needs at least one sample")
+        by_group = [group_advantages([s.reward for s in group], config.advantage_epsilon) for group in groups]
+        return cls(
+            samples,
+            [a for group in by_group for a in group],
+            _token_weights(samples, config.normalise),
+            sum(not any(group) for group in by_group),
+        )
+
+    @property
+    def prompts(self) -> list[Sequence[int]]:
+        return [s.prompt_ids for s in self.samples]
+
+    def parts(self, config: GrpoConfig, rank: int = 0, ranks: int = 1) -> list[list[tuple[int, bool]]]:
+        """Micro-batches of one of `ranks` processes: (sample's number, whether it counts).
+
+        Every rank has as many, since with ZeRO each forward is an operation of all of them; a rank that has fewer
+        samples runs some of another's as well, without counting them.
+        """
+        lengths = [len(s.prompt_ids) + len(s.output_ids) for s in self.samples]
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)  # alike lengths together: little is padding
+        mine = [(i, True) for i in order[rank::ranks]]
+        mine += [(order[-1], False)] * (-(-len(order) // ranks) - len(mine))
+        return [mine[start : start + config.micro_batch] for start in range(0, len(mine), config.micro_batch)]
+
+
+def part_losses(
+    model: Any,
+    prefix: SharedPrefix,
+    batch: StepBatch,
+    parts: Sequence[Sequence[tuple[int, bool]]],
+    config: GrpoConfig,
+    trained: Trained,
+) -> Iterator[Tensor]:
+    """The scalar loss of each part; their sum is the loss of the step. Fills `trained`."""
+    trained.shared_prefix = prefix.length
+    for part in parts:
+        samples = [batch.samples[i] for i, _ in part]
+        logprobs = torch.cat(suffix_logprobs(model, prefix, [(s.prompt_ids, s.output_ids) for s in samples]))
+        engine = torch.cat([torch.tensor(s.behaviour_logprobs, dtype=torch.float32) for s in samples])
+        share = torch.cat([batch.weights[i] * counts for i, counts in part])
+        advantage = torch.cat([torch.full((len(batch.samples[i].output_ids),), batch.advantages[i]) for i, _ in part])
+        stale = torch.cat([_stale_marks(s) for s in samples])
+        loss, importance = policy_loss(logprobs, engine, advantage, share, stale, config)
+        trained.loss += float(loss.detach())
+        counted = share > 0
+        trained.now.append(logprobs.detach()[counted])
+        trained.behaviour.append(engine[counted])
+        trained.stale.append(stale[counted])
+        trained.signal = trained.signal or bool((share * advantage * importance).any())
+        yield loss
+
+
 def grpo_step(
     model: Any, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Sample]], config: GrpoConfig
 ) -> StepMetrics:
@@ -161,49 +244,21 @@ def grpo_step(
     untouched, since Adam's momentum would otherwise move them. Raises ValueError on an empty batch and
     FloatingPointError on a gradient that is not finite, before the weights are touched.
     """
-    samples = [s for group in groups for s in group]
-    if not samples:
-        raise ValueError("a step needs at least one sample")
-    by_group = [group_advantages([s.reward for s in group], config.advantage_epsilon) for group in groups]
-    advantages = [a for group in by_group for a in group]
-    weights = _token_weights(samples, config.normalise)
-
+    batch = StepBatch.of(groups, config)
     optimizer.zero_grad(set_to_none=True)
-    prefix = SharedPrefix.run(model, [s.prompt_ids for s in samples])
+    prefix = SharedPrefix.run(model, batch.prompts)
     leaves = prefix.detached()
-    loss_total = 0.0
-    now: list[Tensor] = []
-    behaviour: list[Tensor] = []
-    marks: list[Tensor] = []
-    signal = False
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i].prompt_ids) + len(samples[i].output_ids))
-    for start in range(0, len(order), config.micro_batch):  # alike lengths together, so that little is padding
-        part = order[start : start + config.micro_batch]
-        rows = [(samples[i].prompt_ids, samples[i].output_ids) for i in part]
-        logprobs = torch.cat(suffix_logprobs(model, leaves, rows))
-        engine = torch.cat([torch.tensor(samples[i].behaviour_logprobs, dtype=torch.float32) for i in part])
-        share = torch.cat([weights[i] for i in part])
-        advantage = torch.cat([torch.full((len(samples[i].output_ids),), advantages[i]) for i in part])
-        stale = torch.cat([_stale_marks(samples[i]) for i in part])
-        loss, importance = policy_loss(logprobs, engine, advantage, share, stale, config)
+    trained = Trained()
+    for loss in part_losses(model, leaves, batch, batch.parts(config), config, trained):
         loss.backward()  # type: ignore[no-untyped-call]
-        loss_total += float(loss.detach())
-        trained = share > 0
-        now.append(logprobs.detach()[trained])
-        behaviour.append(engine[trained])
-        marks.append(stale[trained])
-        signal = signal or bool((share * advantage * importance).any())
     prefix.backward(leaves)
-
-    silent = sum(not any(group) for group in by_group)
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
-    if not math.isfinite(norm) or not math.isfinite(loss_total):
-        raise FloatingPointError(f"gradient norm {norm}, loss {loss_total}: the weights were left as they were")
-    if signal:
+    if not math.isfinite(norm) or not math.isfinite(trained.loss):
+        raise FloatingPointError(f"gradient norm {norm}, loss {trained.loss}: the weights were left as they were")
+    if trained.signal:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    trained_rows = torch.cat(now), torch.cat(behaviour), torch.cat(marks)
-    return _metrics(samples, *trained_rows, config, loss_total, norm, silent, prefix.length)
+    return step_metrics(batch, trained, config, norm)
 
 
 def _stale_marks(sample: Sample) -> Tensor:
@@ -225,17 +280,9 @@ def _token_weights(samples: Sequence[Sample], normalise: str) -> list[Tensor]:
     return [m / (m.sum().clamp(min=1.0) * len(masks)) for m in masks]
 
 
-def _metrics(
-    samples: Sequence[Sample],
-    now: Tensor,
-    engine: Tensor,
-    stale: Tensor,
-    config: GrpoConfig,
-    loss: float,
-    norm: float,
-    silent: int,
-    shared: int,
-) -> StepMetrics:
+def step_metrics(batch: StepBatch, trained: Trained, config: GrpoConfig, norm: float) -> StepMetrics:
+    samples = batch.samples
+    now, engine, stale = trained.rows()
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     gap = now - engine
     ratios = gap.exp()
@@ -243,13 +290,13 @@ def _metrics(
     low, high = stale & (ratios < config.ratio_low), stale & (ratios > config.ratio_high)
     clipped = (ratios > config.ratio_bound) & ~high
     return StepMetrics(
-        loss=loss,
+        loss=trained.loss,
         grad_norm=norm,
         reward_mean=float(rewards.mean()),
         reward_std=float(rewards.std(unbiased=False)),
         samples=len(samples),
         tokens=now.numel(),
-        groups_without_signal=silent,
+        groups_without_signal=batch.groups_without_signal,
         ratio_mean=float(ratios.mean()) if some else 1.0,
         ratio_max=float(ratios.max()) if some else 1.0,
         clipped_share=float(clipped.float().mean()) if some else 0.0,
@@ -258,5 +305,5 @@ def _metrics(
         masked_ratio_high=int(high.sum()),
         entropy=float(-now.mean()) if some else 0.0,
         logprob_gap_mean=float(gap.abs().mean()) if some else 0.0,
-        shared_prefix=shared,
+        shared_prefix=trained.shared_prefix,
     )

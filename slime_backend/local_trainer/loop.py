@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,14 @@ from slime_backend.fleet import Fleet
 from slime_backend.local_trainer import models
 from slime_backend.local_trainer.audit_beside import AuditBeside
 from slime_backend.local_trainer.batch import Batch, collect_batch
-from slime_backend.local_trainer.checkpoint import (
-    load_trainer_state,
-    save_trainer_state,
-    version_name,
-)
-from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics, grpo_step, make_optimizer
+from slime_backend.local_trainer.checkpoint import load_trainer_state, version_name
+from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
 from slime_backend.local_trainer.metrics import publication_metrics, rollout_metrics
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
+from slime_backend.local_trainer.trainer import Trainer, make_trainer
 from slime_backend.provenance import audit_follow
 from slime_backend.provenance.alerts import audit_alerts, publication_alerts
 from slime_backend.provenance.audit import AuditResult, Violation, audit_run
@@ -46,7 +44,6 @@ from slime_backend.provenance.tracker import Tracker, make_tracker
 from slime_backend.publication import PublicationError, PublicationReport, publish
 from slime_backend.runs import RunError, is_used, new_run_dir
 from slime_backend.transports import DiskTransport, Transport
-from slime_backend.weight_sources.torch_module import TorchModuleSource
 
 NAMED_VIOLATIONS = 10  # of those found at once
 
@@ -98,18 +95,13 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed + first_step)
     version = version_name(first_step)
-    model = models.load_model(run_dir / "weights" / version if state else base)
-    source = TorchModuleSource(model, base)
-    source.save(run_dir / "weights" / version)
     grpo = GrpoConfig(
         learning_rate=config.learning_rate,
         ratio_bound=config.ratio_bound,
         ratio_low=config.ratio_low,
         ratio_high=config.ratio_high,
     )
-    optimizer = make_optimizer(model, grpo)
-    if state:
-        optimizer.load_state_dict(state["optimizer"])
+    trainer = make_trainer(config, grpo, run_dir / "weights" / version if state else base, base, run_dir, state)
     tracker = make_tracker(
         config.tracker,
         run_dir,
@@ -125,10 +117,11 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     audit: AuditResult | None = None
     beside = AuditBeside(config, run_dir) if config.audit_beside and config.audit_rollouts else None
     try:
-        with memory:
+        with memory, closing(trainer):
+            await asyncio.to_thread(trainer.source.save, run_dir / "weights" / version)
             async with running_fleet(config, run_dir / "weights" / version, version, run_dir, reporter.say) as fleet:
                 outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
-                run = _Run(config, fleet, model, optimizer, grpo, source, tracker, reporter, run_dir, beside)
+                run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, beside)
                 if beside is not None:
                     beside.start()
                 try:
@@ -193,20 +186,18 @@ class _Run:
         self,
         config: RunConfig,
         fleet: Fleet,
-        model: Any,
-        optimizer: torch.optim.Optimizer,
-        grpo: GrpoConfig,
-        source: TorchModuleSource,
+        trainer: Trainer,
+        base: Path,
         tracker: Tracker,
         reporter: Reporter,
         run_dir: Path,
         beside: AuditBeside | None,
     ) -> None:
         self.beside = beside
-        self.config, self.fleet, self.model, self.optimizer, self.grpo = config, fleet, model, optimizer, grpo
-        self.source, self.tracker, self.reporter, self.run_dir = source, tracker, reporter, run_dir
+        self.config, self.fleet, self.trainer = config, fleet, trainer
+        self.tracker, self.reporter, self.run_dir = tracker, reporter, run_dir
         task = make_task(config.task)
-        tokenizer = models.load_tokenizer(source.template)
+        tokenizer = models.load_tokenizer(base)
         self.tokenizer = tokenizer
         self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir, reporter.say)
         self.publications = JsonlWriter(run_dir / "publications.jsonl")
@@ -218,8 +209,8 @@ class _Run:
         if self.config.transport == "distributed":
             from slime_backend.transports.distributed import DistributedTransport
 
-            return DistributedTransport(self.source)
-        return DiskTransport(self.source, self.run_dir / "weights")
+            return DistributedTransport(self.trainer.source)
+        return DiskTransport(self.trainer.source, self.run_dir / "weights")
 
     async def steps(self, first: int) -> None:
         self.worker.start()
@@ -237,8 +228,8 @@ class _Run:
             self.worker.release(len(batch.groups))
             version = version_name(step)
             # On disk before anybody serves it: see checkpoint.py.
-            await asyncio.to_thread(self.source.save, self.run_dir / "weights" / version)
-            await asyncio.to_thread(save_trainer_state, self.run_dir, step, self.optimizer)
+            await asyncio.to_thread(self.trainer.source.save, self.run_dir / "weights" / version)
+            await asyncio.to_thread(self.trainer.save_state, self.run_dir, step)
             report = await self._publish(version)
             self._record(step, batch, metrics, report)
             if self.beside is not None:
@@ -251,7 +242,7 @@ class _Run:
                 self.staleness.append({"step": step, **decision.to_json()})
 
     def _train(self, batch: Batch) -> StepMetrics:
-        return grpo_step(self.model, self.optimizer, batch.samples(), self.grpo)
+        return self.trainer.step(batch.samples())
 
     async def _publish(self, version: str) -> PublicationReport:
         try:

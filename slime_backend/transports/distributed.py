@@ -14,7 +14,7 @@ import asyncio
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,10 +24,11 @@ import torch.distributed as dist
 
 from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.transports.base import TransportError
+from slime_backend.transports.one_pass import OnePass
 from slime_backend.weight_sources import WeightSource
+from slime_backend.weight_sources.buckets import BUCKET_BYTES, in_buckets
 
 POLL_S = 0.0005
-BUCKET_BYTES = 256 << 20  # bounds what lies on the wire at once; one HTTP call per bucket
 
 
 class PairGroup:
@@ -72,7 +73,8 @@ class PairGroup:
 
 
 class DistributedTransport:
-    """Broadcasts the source's tensors to each engine. One instance serves all publications of a run."""
+    """Broadcasts the source's tensors to each engine, one HTTP call per bucket. One instance serves all publications of
+    a run."""
 
     name = "distributed"
 
@@ -90,6 +92,7 @@ class DistributedTransport:
         self.connect_s = connect_s
         self._pairs: dict[str, tuple[EngineClient, PairGroup]] = {}
         self._unjoined: dict[str, str] = {}  # engine -> why it has no group
+        self._pass: OnePass[list[tuple[str, torch.Tensor]]] | None = None
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
         """Connect to the engines that have no group yet. An engine that can't be reached fails in `load`."""
@@ -117,16 +120,23 @@ class DistributedTransport:
             why = self._unjoined.get(client.name, "it wasn't there at `prepare`")
             raise TransportError(client.name, f"it didn't join the weight-update group: {why}")
         _, pair = self._pairs[client.name]
-        opened = await client.begin_weight_session()
-        try:
-            for bucket in in_buckets(self.source.named_tensors(), self.bucket_bytes):
-                await self._send(client, pair, bucket)
-        except (EngineError, TransportError):
-            await self._drop(client, pair)
-            raise
-        finally:
-            if opened:
-                await client.end_weight_session()
+        async with self._joined_pass().reader() as buckets:
+            opened = await client.begin_weight_session()
+            try:
+                async for bucket in buckets:
+                    await self._send(client, pair, bucket)
+                    del bucket  # before the next one is gathered
+            except (EngineError, TransportError):
+                await self._drop(client, pair)
+                raise
+            finally:
+                if opened:
+                    await client.end_weight_session()
+
+    def _joined_pass(self) -> OnePass[list[tuple[str, torch.Tensor]]]:
+        if self._pass is None or self._pass.begun:
+            self._pass = OnePass(in_buckets(self.source.named_tensors(), self.bucket_bytes))
+        return self._pass
 
     async def _send(self, client: EngineClient, pair: PairGroup, bucket: list[tuple[str, torch.Tensor]]) -> None:
         async def receive() -> None:
@@ -162,20 +172,3 @@ class DistributedTransport:
             with suppress(EngineError):  # the engine may be gone already
                 await client.leave_weight_group(pair.name)
         self._pairs.clear()
-
-
-def in_buckets(
-    tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Group tensors so that each bucket has at most `bucket_bytes`, or a single larger tensor."""
-    bucket: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        bytes_ = tensor.numel() * tensor.element_size()
-        if bucket and size + bytes_ > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += bytes_
-    if bucket:
-        yield bucket

@@ -1,0 +1,62 @@
+"""What the loop asks of a trainer, and the one that has the model in its own process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from slime_backend.config import RunConfig
+from slime_backend.local_trainer import models
+from slime_backend.local_trainer.checkpoint import save_trainer_state
+from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepMetrics, grpo_step, make_optimizer
+from slime_backend.weight_sources import WeightSource
+from slime_backend.weight_sources.torch_module import TorchModuleSource
+
+
+class Trainer(Protocol):
+    @property
+    def source(self) -> WeightSource: ...
+
+    def step(self, groups: Sequence[Sequence[Sample]]) -> StepMetrics:
+        """One update on complete groups; see `grpo_step`."""
+
+    def save_state(self, run_dir: Path, step: int) -> None:
+        """What a resumed run needs beside the weights of `step`, which are saved before this is called."""
+
+    def close(self) -> None: ...
+
+
+def make_trainer(
+    config: RunConfig, grpo: GrpoConfig, weights: Path, template: Path, run_dir: Path, state: dict[str, Any] | None
+) -> Trainer:
+    """`weights`: the checkpoint to go on from. `state`: what `load_trainer_state` read of `run_dir`, None at the start.
+
+    Raises RunError where the trainer can't start, or the state is another trainer's.
+    """
+    if config.trainer == "deepspeed":
+        from slime_backend.local_trainer.deepspeed_trainer import DeepSpeedTrainer
+
+        return DeepSpeedTrainer(config, grpo, weights, template, run_dir, state)
+    return TorchTrainer(grpo, weights, template, state)
+
+
+class TorchTrainer:
+    """The model whole in this process."""
+
+    def __init__(self, grpo: GrpoConfig, weights: Path, template: Path, state: dict[str, Any] | None) -> None:
+        self.grpo = grpo
+        self.model = models.load_model(weights)
+        self.optimizer = make_optimizer(self.model, grpo)
+        if state:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.source = TorchModuleSource(self.model, template)
+
+    def step(self, groups: Sequence[Sequence[Sample]]) -> StepMetrics:
+        return grpo_step(self.model, self.optimizer, groups, self.grpo)
+
+    def save_state(self, run_dir: Path, step: int) -> None:
+        save_trainer_state(run_dir, {"trainer": "torch", "step": step, "optimizer": self.optimizer.state_dict()})
+
+    def close(self) -> None:
+        return None

@@ -1,0 +1,54 @@
+"""One run of the loop on a fake engine, in a process of its own, since DeepSpeed keeps its groups for good:
+
+    python -m tests.local_trainer.deepspeed_loop SETTINGS [resume] [kill]
+
+`kill`: after the first step the other rank is ended with SIGKILL. Prints how many ranks were seen beside this process,
+during the run and after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+
+import psutil
+
+from slime_backend.config import make_config
+from slime_backend.local_trainer import loop
+from slime_backend.runs import RunError
+from tests.local_trainer.test_loop_staleness import fake_fleet
+
+
+def ranks() -> list[psutil.Process]:
+    def is_rank(process: psutil.Process) -> bool:
+        command = " ".join(process.cmdline())
+        return "deepspeed_rank" in command and "engine_guard" not in command
+
+    return [process for process in psutil.Process().children(recursive=True) if is_rank(process)]
+
+
+def main() -> None:
+    config = make_config(json.loads(sys.argv[1]), "test")
+    loop.running_fleet = fake_fleet
+    loop.report_at_the_end = lambda *args: None
+    seen = [0]
+
+    def say(line: str) -> None:
+        seen.append(len(ranks()))
+        if "kill" in sys.argv and line.startswith("step   1/"):
+            for process in ranks():
+                os.kill(process.pid, signal.SIGKILL)
+
+    work = loop.train(config, config.run_dir, resume="resume" in sys.argv, reporter=loop.Reporter(say=say))
+    try:
+        asyncio.run(asyncio.wait_for(work, 300))
+    except RunError as error:
+        print(f"RunError: {error}")
+    print(f"ranks: {max(seen)}, {len(ranks())}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""One pass over a source for several engines: in step, made once, and whoever fails leaves the others going."""
+
+from __future__ import annotations
+
+import asyncio
+
+from slime_backend.transports.one_pass import OnePass
+
+
+class Items:
+    """Counts what was made."""
+
+    def __init__(self, count: int = 5, breaks_at: int | None = None) -> None:
+        self.count, self.breaks_at, self.made = count, breaks_at, 0
+
+    def __iter__(self):
+        for i in range(self.count):
+            if i == self.breaks_at:
+                raise ConnectionError("rank 1 is gone")
+            self.made += 1
+            yield i
+
+
+async def read(one_pass, items, ahead, *, slow=0, leaves_after=None):
+    """All items of one reader; `ahead` collects how many had been made when each was in hand."""
+    got = []
+    async with one_pass.reader() as stream:
+        async for item in stream:
+            got.append(item)
+            for _ in range(slow):
+                await asyncio.sleep(0.001)
+            ahead.append(items.made - len(got))
+            if len(got) == leaves_after:
+                raise KeyError("this engine failed")
+    return got
+
+
+def test_all_readers_get_everything_made_once_and_nobody_is_ahead(run_async):
+    items, ahead = Items(), []
+
+    async def scenario():
+        one_pass = OnePass(iter(items))
+        return await asyncio.gather(*(read(one_pass, items, ahead, slow=i) for i in range(4)))
+
+    assert run_async(scenario()) == [[0, 1, 2, 3, 4]] * 4
+    assert items.made == 5
+    assert set(ahead) == {0}
+
+
+def test_a_reader_that_fails_or_is_cancelled_leaves_the_others_going(run_async):
+    items, ahead = Items(), []
+
+    async def scenario():
+        one_pass = OnePass(iter(items))
+        tasks = [
+            asyncio.create_task(read(one_pass, items, ahead)),
+            asyncio.create_task(read(one_pass, items, ahead, leaves_after=2)),
+            asyncio.create_task(read(one_pass, items, ahead, slow=50)),
+        ]
+        await asyncio.sleep(0.02)
+        tasks[2].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    got, failed, cancelled = run_async(scenario())
+    assert got == [0, 1, 2, 3, 4]
+    assert isinstance(failed, KeyError)
+    assert isinstance(cancelled, asyncio.CancelledError)
+
+
+def test_an_error_of_the_source_reaches_every_reader(run_async):
+    items = Items(breaks_at=2)
+
+    async def scenario():
+        one_pass = OnePass(iter(items))
+        return await asyncio.gather(*(read(one_pass, items, []) for _ in range(3)), return_exceptions=True)
+
+    found = run_async(scenario())
+    assert [str(error) for error in found] == ["rank 1 is gone"] * 3
+
+
+def test_control_without_the_pass_each_reader_has_the_source_make_everything():
+    items = Items()
+    assert [list(items) for _ in range(3)] == [[0, 1, 2, 3, 4]] * 3
+    assert items.made == 15
