@@ -46,7 +46,7 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path) -> bool:
         return False
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
+    from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator, ScalarFormatter
 
     # Text stays text, so that it is searchable and the file small; fixed ids and no date keep it the same.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": plot.name}):
@@ -68,6 +68,7 @@ def draw(plot: Plot, rows: Sequence[Row], path: Path) -> bool:
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(True, which="major", alpha=0.3)
