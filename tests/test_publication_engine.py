@@ -12,9 +12,25 @@ from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport, TransportError
 from slime_backend.transports.distributed import DistributedTransport
+from slime_backend.wire import REPORT_KEY, REPORTS_PATH
 from tests.helpers import DEADLINES, body, difference, fleet_on, load, prompt, reference, versions
 
 pytestmark = pytest.mark.engine
+
+
+def test_the_route_of_its_own_answers_the_reports_of_server_info(engine, run_async):
+    async def scenario():
+        async with EngineClient(engine.url) as client:
+            await client.pause("retract")  # nothing changes between the two
+            try:
+                info = await client.server_info()
+                return info, await client.call("GET", REPORTS_PATH)
+            finally:
+                await client.resume()
+
+    info, reports = run_async(scenario())
+    assert reports == [state[REPORT_KEY] for state in info["internal_states"]]
+    assert reports[0]["kv"]["paused"]
 
 
 def test_retract_publication_clears_everything_and_sharing_goes_on_within_a_version(

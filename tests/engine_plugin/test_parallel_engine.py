@@ -9,6 +9,8 @@ from checks import TOLERANCE, audit_difference, check_form, prompt
 from engine_api import Api, Background, Serve
 from tiny_models import Reference
 
+from slime_backend.wire import REPORTS_PATH
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]
 
 
@@ -51,4 +53,5 @@ def test_every_rank_reports_itself_and_keeps_no_tree(
         check_form(ids, answer)
         assert audit_difference(dense_reference, ids, answer) < TOLERANCE
     assert [report.epoch for report in api.reports()] == [2, 2]
+    assert api.call(REPORTS_PATH) == (200, [report.to_json() for report in api.reports()])
     assert all(report.kv.is_empty for report in api.reports())
