@@ -291,7 +291,9 @@ class EngineClient:
         try:
             async with self._channel.stream("/generate", content, self.deadlines.generate) as stream:
                 if stream.status >= 400:
-                    text = b"\n".join([line async for line in stream.lines()]).decode("utf-8", "replace")
+                    text = b"\n".join([line async for lines in stream.lines() for line in lines]).decode(
+                        "utf-8", "replace"
+                    )
                     raise EngineRefused(self.name, what, f"HTTP {stream.status}: {_one_line(text)}")
                 yield AnswerStream(self.name, stream)
         except TimeoutError as error:
@@ -309,29 +311,45 @@ class AnswerStream:
     def close(self) -> None:
         self._stream.close()
 
-    async def answers(self) -> AsyncIterator[dict[str, Any]]:
-        """Each server-sent event's JSON. SGLang repeats all tokens so far in each, unless it was started with
-        --incremental-streaming-output. Raises EngineRefused, EngineProtocolError, ConnectionError, TimeoutError.
+    async def answers(self) -> AsyncIterator[list[dict[str, Any]]]:
+        """The server-sent events that have come since the last time, at least one, as JSON. SGLang repeats all tokens
+        so far in each, unless it was started with --incremental-streaming-output; where it does, the last is enough.
+
+        Raises EngineRefused, EngineProtocolError, ConnectionError, TimeoutError.
         """
+        said = False  # all of it; what comes then is read so that the connection can be used again
+        try:
+            async for lines in self._stream.lines():
+                events = [] if said else [line[5:].strip() for line in lines if line.startswith(b"data:")]
+                if b"[DONE]" in events:
+                    said, events = True, events[: events.index(b"[DONE]")]
+                if not events:
+                    continue
+                last = self._parse(events[-1])
+                if len(last["output_ids"]) < last["meta_info"].get("completion_tokens", 0):
+                    yield [*(self._parse(event) for event in events[:-1]), last]
+                else:
+                    yield [last]
+        except OSError:
+            if not said:
+                raise
+        if not said:
+            raise ConnectionError("the stream ended before it was done")
+
+    def _parse(self, data: bytes) -> dict[str, Any]:
         what = "POST /generate"
-        async for line in self._stream.lines():
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            try:
-                answer = json.loads(data)
-            except ValueError as error:
-                raise EngineProtocolError(self._engine, what, f"not JSON: {_one_line(data.decode())}") from error
-            if "error" in answer:
-                fault = answer["error"]
-                code = fault.get("code", 400) if isinstance(fault, dict) else 400
-                raise EngineRefused(self._engine, what, f"HTTP {code}: {_one_line(str(fault))}")
-            if "meta_info" not in answer:
-                raise EngineProtocolError(self._engine, what, f"no meta_info in {_one_line(str(answer))}")
-            yield answer
-        raise ConnectionError("the stream ended before it was done")
+        try:
+            answer = json.loads(data)
+        except ValueError as error:
+            told = _one_line(data.decode("utf-8", "replace"))
+            raise EngineProtocolError(self._engine, what, f"not JSON: {told}") from error
+        if "error" in answer:
+            fault = answer["error"]
+            code = fault.get("code", 400) if isinstance(fault, dict) else 400
+            raise EngineRefused(self._engine, what, f"HTTP {code}: {_one_line(str(fault))}")
+        if "meta_info" not in answer or "output_ids" not in answer:
+            raise EngineProtocolError(self._engine, what, f"no output_ids or meta_info in {_one_line(str(answer))}")
+        return answer  # type: ignore[no-any-return]
 
 
 def _is_absent(error: EngineRefused) -> bool:

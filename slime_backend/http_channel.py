@@ -50,23 +50,33 @@ class Stream:
     def __init__(self, status: int, connection: _Connection, headers: dict[str, str], deadline_s: float) -> None:
         self.status = status
         self._connection, self._deadline_s = connection, deadline_s
-        self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        self._chunks = _Chunks() if "chunked" in headers.get("transfer-encoding", "").lower() else None
         self._left = int(headers["content-length"]) if "content-length" in headers else None  # bytes
+        self._last = headers.get("connection", "").lower() == "close"  # answer on this connection
         self._closed = False
+
+    @property
+    def reusable(self) -> bool:
+        """Whether all of it was read, so that the connection can carry another request."""
+        whole = self._left == 0 if self._chunks is None else self._chunks.clean
+        return whole and not (self._closed or self._last or self._connection.reader.at_eof())
 
     def close(self) -> None:
         self._closed = True
         self._connection.close()
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        """Each line without its end. Raises ConnectionError where the answer is cut off, TimeoutError where a piece of
-        it takes longer than the deadline."""
+    async def lines(self) -> AsyncIterator[list[bytes]]:
+        """Lines without their ends, each time all that have come since: a reader that is slow is called less often.
+
+        Raises ConnectionError where the answer is cut off, TimeoutError where a piece of it takes longer than the
+        deadline.
+        """
         rest = b""
         try:
             async for piece in self._pieces():
                 *whole, rest = (rest + piece).split(b"\n")
-                for line in whole:
-                    yield line
+                if whole:
+                    yield whole
         except (EOFError, ValueError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
@@ -74,22 +84,44 @@ class Stream:
         if self._closed:
             raise ConnectionError("the stream was closed")
         if rest:
-            yield rest
+            yield [rest]
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        reader = self._connection.reader
-        while True:
+        while self._left != 0 and not (self._chunks is not None and self._chunks.over):
             async with asyncio.timeout(self._deadline_s):
-                if self._left is not None:
-                    piece, self._left = await reader.readexactly(self._left), 0
-                elif not self._chunked:
-                    piece = await reader.read(MAX_HEAD)
-                else:
-                    size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
-                    piece = (await reader.readexactly(size + 2))[:-2]
+                piece = await self._connection.reader.read(MAX_HEAD if self._left is None else self._left)
             if not piece:
-                return
-            yield piece
+                if self._left is None and self._chunks is None:
+                    return
+                raise EOFError("the connection ended before the answer")
+            if self._left is not None:
+                self._left -= len(piece)
+            yield piece if self._chunks is None else self._chunks.feed(piece)
+
+
+class _Chunks:
+    """Takes a chunked body apart as it comes."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.clean = False  # over, and nothing behind it but its own end
+        self._raw = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """What is whole. Raises ValueError for what is no chunk."""
+        raw, at, found = self._raw + piece, 0, []
+        while (end_of_size := raw.find(b"\r\n", at)) >= 0:
+            size = int(raw[at:end_of_size].split(b";")[0], 16)
+            begin = end_of_size + 2
+            if len(raw) < begin + size + 2:
+                break
+            if size == 0:
+                self.over, self.clean = True, raw[begin:] == b"\r\n"  # trailers are of no interest
+                break
+            found.append(raw[begin : begin + size])
+            at = begin + size + 2
+        self._raw = raw[at:]
+        return b"".join(found)
 
 
 class HttpChannel:
@@ -134,12 +166,13 @@ class HttpChannel:
 
     @asynccontextmanager
     async def stream(self, path: str, body: bytes, deadline_s: float) -> AsyncIterator[Stream]:
-        """A POST whose answer is read line by line while it comes. Raises as `request` does, for the head of the answer
-        too; the connection is not used again, so leaving the block early tells the server to stop.
+        """A POST whose answer is read by lines while it comes. Raises as `request` does, for the head of the answer
+        too. Leaving the block before the answer's end breaks the connection, which tells the server to stop.
         """
         async with asyncio.timeout(deadline_s):
             connection = await self._connection()
         self._busy.add(connection)
+        stream: Stream | None = None
         try:
             connection.writer.write(self._head("POST", path, body) + body)
             try:
@@ -147,10 +180,14 @@ class HttpChannel:
                     _, status, headers = await read_head(connection.reader)
             except (EOFError, ValueError, OSError) as error:
                 raise ConnectionError(f"the connection broke ({type(error).__name__}: {error})") from error
-            yield Stream(status, connection, headers, deadline_s)
+            stream = Stream(status, connection, headers, deadline_s)
+            yield stream
         finally:
             self._busy.discard(connection)
-            connection.close()
+            if stream is not None and stream.reusable:
+                self._idle.append(connection._replace(idle_since=time.monotonic()))
+            else:
+                connection.close()
 
     def _head(self, method: str, path: str, body: bytes | None) -> bytes:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept: */*\r\n"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from slime_backend.engine_client import EngineError, EngineProtocolError, Engine
 from slime_backend.fleet import Fleet, Member
 
 STOP_S = 10.0  # for the engine's last word after an abort
-Answers = AsyncIterator[dict[str, Any]]
+Answers = AsyncIterator[list[dict[str, Any]]]  # each time those that have come since
 
 
 @dataclass(slots=True)
@@ -69,13 +69,11 @@ class Generation:
                 self.spliced = self.spliced or base > 0
                 try:
                     async with self._answers(member) as answers:
-                        async for answer in answers:
+                        async for found in answers:
                             if member.status == "retired":
                                 break
-                            if _aborted(answer) and not self.stopped:
-                                raise EngineProtocolError(member.name, "POST /generate", "it aborted the request")
                             start = len(self.output_ids)
-                            self._take(answer, base)
+                            self._take(found, base)
                             if len(self.output_ids) > start:
                                 yield start, len(self.output_ids)
                         else:
@@ -158,8 +156,20 @@ class Generation:
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
 
-    def _take(self, answer: Mapping[str, Any], base: int) -> None:
-        """Append what is new in an answer, which repeats all tokens of this attempt or has the new ones only."""
+    def _take(self, answers: Sequence[Mapping[str, Any]], base: int) -> None:
+        """Append what is new in answers that came together: all of it or, where one is at fault, nothing."""
+        if not self.stopped and any(_aborted(answer) for answer in answers):
+            raise EngineProtocolError(self.engine, "POST /generate", "it aborted the request")
+        before = len(self.output_ids)
+        try:
+            for answer in answers:
+                self._append(answer, base)
+        except EngineProtocolError:
+            self.truncate(before)
+            raise
+
+    def _append(self, answer: Mapping[str, Any], base: int) -> None:
+        """An answer repeats all tokens of this attempt or has the new ones only."""
         meta = answer["meta_info"]
         total = int(meta.get("completion_tokens", len(answer["output_ids"])))
         new = total - (len(self.output_ids) - base)
@@ -184,7 +194,7 @@ def _aborted(answer: Mapping[str, Any]) -> bool:
 
 async def _one(call: asyncio.Future[dict[str, Any]], member: Member) -> Answers:
     try:
-        yield await call
+        yield [await call]
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():  # we are meant, not the call
