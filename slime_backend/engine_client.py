@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -311,9 +311,10 @@ class AnswerStream:
     def close(self) -> None:
         self._stream.close()
 
-    async def answers(self) -> AsyncIterator[list[dict[str, Any]]]:
+    async def answers(self, pace: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[dict[str, Any]]]:
         """The server-sent events that have come since the last time, at least one, as JSON. SGLang repeats all tokens
         so far in each, unless it was started with --incremental-streaming-output; where it does, the last is enough.
+        `pace`: for how many seconds the stream is then left alone, so that more comes together; its end ends that.
 
         Raises EngineRefused, EngineProtocolError, ConnectionError, TimeoutError.
         """
@@ -330,6 +331,8 @@ class AnswerStream:
                     yield [*(self._parse(event) for event in events[:-1]), last]
                 else:
                     yield [last]
+                if not said and (seconds := pace()):
+                    await self._stream.rest(seconds)
         except OSError:
             if not said:
                 raise

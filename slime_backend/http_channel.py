@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 MAX_HEAD = 1 << 16  # bytes of a status line with its headers
 # uvicorn closes an idle connection after 5 s; a request sent at that moment would be lost.
 MAX_IDLE_S = 2.0
+END_OF_EVENTS = b"[DONE]"  # SGLang's last event of a stream
 
 
 class Message(NamedTuple):
@@ -35,8 +36,46 @@ class Response(NamedTuple):
     body: bytes
 
 
+class _Reader(asyncio.StreamReader):
+    """Can be left alone while more comes."""
+
+    ended = False  # the last event of a stream has come
+    waiting: asyncio.Future[None] | None = None
+
+    async def rest(self, seconds: float) -> None:
+        """Return after `seconds`, or at once when the stream of events has ended, or the connection."""
+        if self.ended or self.at_eof():
+            return
+        loop = asyncio.get_running_loop()
+        self.waiting = loop.create_future()
+        timer = loop.call_later(seconds, self._wake)
+        try:
+            await self.waiting
+        finally:
+            timer.cancel()
+            self.waiting = None
+
+    def feed_data(self, data: bytes) -> None:
+        super().feed_data(data)
+        if END_OF_EVENTS in data:
+            self.ended = True
+            self._wake()
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self._wake()
+
+    def set_exception(self, exc: BaseException) -> None:
+        super().set_exception(exc)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self.waiting is not None and not self.waiting.done():
+            self.waiting.set_result(None)
+
+
 class _Connection(NamedTuple):
-    reader: asyncio.StreamReader
+    reader: _Reader
     writer: asyncio.StreamWriter
     idle_since: float
 
@@ -64,6 +103,10 @@ class Stream:
     def close(self) -> None:
         self._closed = True
         self._connection.close()
+
+    async def rest(self, seconds: float) -> None:
+        """Let more of it come, for `seconds` or until its end is there: small pieces cost more than a large one."""
+        await self._connection.reader.rest(seconds)
 
     async def lines(self) -> AsyncIterator[list[bytes]]:
         """Lines without their ends, each time all that have come since: a reader that is slow is called less often.
@@ -172,6 +215,7 @@ class HttpChannel:
         async with asyncio.timeout(deadline_s):
             connection = await self._connection()
         self._busy.add(connection)
+        connection.reader.ended = False
         stream: Stream | None = None
         try:
             connection.writer.write(self._head("POST", path, body) + body)
@@ -203,13 +247,16 @@ class HttpChannel:
             connection.close()
         if not self._host or not self._port:
             raise ConnectionError(f"{self.url!r} is not an address like http://127.0.0.1:30000")
+        loop = asyncio.get_running_loop()
+        reader = _Reader(limit=MAX_HEAD, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
-            reader, writer = await asyncio.open_connection(
-                self._host, self._port, limit=MAX_HEAD, ssl=self._secure or None
+            transport, _ = await loop.create_connection(
+                lambda: protocol, self._host, self._port, ssl=self._secure or None
             )
         except OSError as error:
             raise ConnectionError(f"no connection ({error.strerror or error})") from error
-        return _Connection(reader, writer, time.monotonic())
+        return _Connection(reader, asyncio.StreamWriter(transport, protocol, reader, loop), time.monotonic())
 
     def close(self) -> None:
         """Close every connection; what is under way fails with ConnectionError."""

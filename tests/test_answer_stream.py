@@ -17,8 +17,8 @@ def event(ids, total):
 DONE = b"data: [DONE]\n\n"
 
 
-def answers(run_async, *writes, end=b"0\r\n\r\n"):
-    """(ids of each answer, batch by batch; connections) of two calls to a server that writes each of these in one go."""
+def answers(run_async, *writes, end=b"0\r\n\r\n", pace=lambda: 0.0):
+    """(ids of each answer, batch by batch; connections) of two calls to a server that writes each of these at once."""
 
     async def scenario():
         connections = 0
@@ -41,7 +41,7 @@ def answers(run_async, *writes, end=b"0\r\n\r\n"):
         async with server, EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
             for _ in range(2):
                 async with client.generate_stream({"input_ids": [1]}) as stream:
-                    found = [[answer["output_ids"] for answer in batch] async for batch in stream.answers()]
+                    found = [[answer["output_ids"] for answer in batch] async for batch in stream.answers(pace)]
         return found, connections
 
     return run_async(scenario())
@@ -58,6 +58,14 @@ def answers(run_async, *writes, end=b"0\r\n\r\n"):
 )
 def test_what_has_come_is_given_together_and_the_connection_used_again(run_async, writes, expected):
     assert answers(run_async, *writes) == (expected, 1)
+
+
+def test_a_stream_that_is_left_alone_is_read_together_up_to_its_end(run_async):
+    """For an hour, if it didn't end."""
+    writes = (event([1], 1), event([2], 2), event([3], 3) + DONE)
+    assert answers(run_async, *writes, pace=lambda: 3600.0) == ([[[1]], [[2], [3]]], 1)
+    with pytest.raises(EngineUnreachable):
+        answers(run_async, event([1], 1), event([2], 2), pace=lambda: 3600.0, end=b"")
 
 
 def test_a_connection_that_breaks_behind_the_end_costs_nothing(run_async):
