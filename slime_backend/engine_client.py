@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from slime_backend.http_channel import HttpChannel, Stream
 from slime_backend.policy import PauseMode
 from slime_backend.wire import REPORT_KEY, REPORTS_PATH, SchedulerReport, WireError
+
+try:  # SGLang and the gateway bring it: a stream's events are parsed in a fifth of the time
+    from orjson import loads as fast_loads
+except ImportError:
+    fast_loads = json.loads  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
@@ -342,7 +347,7 @@ class AnswerStream:
     def _parse(self, data: bytes) -> dict[str, Any]:
         what = "POST /generate"
         try:
-            answer = json.loads(data)
+            answer = _loads(data)
         except ValueError as error:
             told = _one_line(data.decode("utf-8", "replace"))
             raise EngineProtocolError(self._engine, what, f"not JSON: {told}") from error
@@ -353,6 +358,12 @@ class AnswerStream:
         if "meta_info" not in answer or "output_ids" not in answer:
             raise EngineProtocolError(self._engine, what, f"no output_ids or meta_info in {_one_line(str(answer))}")
         return answer  # type: ignore[no-any-return]
+
+
+def _loads(data: bytes) -> Any:
+    with suppress(ValueError):
+        return fast_loads(data)
+    return json.loads(data)  # also takes NaN and the infinities, which aren't JSON
 
 
 def _is_absent(error: EngineRefused) -> bool:

@@ -93,6 +93,8 @@ class Stream:
         self._left = int(headers["content-length"]) if "content-length" in headers else None  # bytes
         self._last = headers.get("connection", "").lower() == "close"  # answer on this connection
         self._closed = False
+        self._late = False
+        self._heard_at = 0.0
 
     @property
     def reusable(self) -> bool:
@@ -115,15 +117,22 @@ class Stream:
         deadline.
         """
         rest = b""
+        loop = asyncio.get_running_loop()
+        self._heard_at = loop.time()
+        # One timer for the whole stream: one for each piece of it takes longer than to read the piece.
+        self._timer = loop.call_later(self._deadline_s, self._check)
         try:
             async for piece in self._pieces():
+                self._heard_at = loop.time()
                 *whole, rest = (rest + piece).split(b"\n")
                 if whole:
                     yield whole
         except (EOFError, ValueError, OSError) as error:
-            if isinstance(error, TimeoutError):
-                raise
+            if self._late:
+                raise TimeoutError(f"nothing within {self._deadline_s:g} s") from error
             raise ConnectionError(f"the stream broke ({type(error).__name__}: {error})") from error
+        finally:
+            self._timer.cancel()
         if self._closed:
             raise ConnectionError("the stream was closed")
         if rest:
@@ -131,8 +140,7 @@ class Stream:
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         while self._left != 0 and not (self._chunks is not None and self._chunks.over):
-            async with asyncio.timeout(self._deadline_s):
-                piece = await self._connection.reader.read(MAX_HEAD if self._left is None else self._left)
+            piece = await self._connection.reader.read(MAX_HEAD if self._left is None else self._left)
             if not piece:
                 if self._left is None and self._chunks is None:
                     return
@@ -140,6 +148,15 @@ class Stream:
             if self._left is not None:
                 self._left -= len(piece)
             yield piece if self._chunks is None else self._chunks.feed(piece)
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._heard_at + self._deadline_s - loop.time()
+        if left > 0:
+            self._timer = loop.call_later(left, self._check)
+        else:
+            self._late = True
+            self._connection.close()
 
 
 class _Chunks:

@@ -159,30 +159,22 @@ class Generation:
             with _when_gone(member, call.cancel):
                 yield _one(call, member)
         finally:
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
+            if not call.done():
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
 
     def _take(self, answers: Sequence[Mapping[str, Any]], base: int) -> None:
-        """Append what is new in answers that came together: all of it or, where one is at fault, nothing."""
-        if not self.stopped and any(_aborted(answer) for answer in answers):
+        """Append what is new in answers that came together: one that repeats all tokens of this attempt, or several
+        that have the new ones only."""
+        meta = answers[-1]["meta_info"]
+        if not self.stopped and _aborted(answers[-1]):
             raise EngineProtocolError(self.engine, "POST /generate", "it aborted the request")
-        before = len(self.output_ids)
-        try:
-            for answer in answers:
-                self._append(answer, base)
-        except EngineProtocolError:
-            self.truncate(before)
-            raise
-
-    def _append(self, answer: Mapping[str, Any], base: int) -> None:
-        """An answer repeats all tokens of this attempt or has the new ones only."""
-        meta = answer["meta_info"]
-        total = int(meta.get("completion_tokens", len(answer["output_ids"])))
-        new = total - (len(self.output_ids) - base)
-        entries = meta.get("output_token_logprobs") or ()
+        ids = [token for answer in answers for token in answer["output_ids"]]
+        new = int(meta.get("completion_tokens", len(ids))) - (len(self.output_ids) - base)
         if new > 0:
-            ids = answer["output_ids"][-new:]
+            entries = [entry for answer in answers for entry in answer["meta_info"].get("output_token_logprobs") or ()]
             logprobs = [float(entry[0]) for entry in entries[-new:]]
+            ids = ids[-new:]
             if len(ids) != new or len(logprobs) != new:
                 raise EngineProtocolError(
                     self.engine,
