@@ -2,8 +2,8 @@
 
     python scripts/measure_gateway.py [--engines real] [--rounds 5] [--concurrent 64]
 
-    fake    two fake engines in a process of their own and `reef-slime serve`: an answer takes as long as it is told to
-    real    `reef-slime up configs/gateway_cpu.yaml` with one SGLang engine: it shares the machine with the gateway
+    fake    two fake engines in a process of their own: an answer takes as long as it is told to
+    real    one SGLang engine with a tiny model, which takes all of a small machine that it can get
 
 CONCURRENT clients ask by token ids, in turn directly and through the gateway, whole answers and streams. A round's
 direct requests and those through the gateway are paired, client by client; which comes first changes from round to
@@ -30,11 +30,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from slime_backend import event_loop
+from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
 from slime_backend.http_channel import HttpChannel
 from slime_backend.simulation.fake_process import fake_engines
 
 TOKENS, TOKEN_S, SESSIONS = 32, 0.02, 1000
-ROOT = Path(__file__).resolve().parents[1]
 Ask = Callable[[HttpChannel, int], Awaitable[float]]
 
 
@@ -72,8 +72,8 @@ async def together(ask: Ask, channels: list[HttpChannel], concurrent: int, sprea
     return [ms for times in await asyncio.gather(*(client(i) for i in range(concurrent))) for ms in times]
 
 
-async def measure(engines: list[str], gateway: str, pid: int, rounds: int, concurrent: int) -> None:
-    ways = {"direct": [HttpChannel(url) for url in engines], "gateway": [HttpChannel(gateway)]}
+async def measure(engines: list[str], url: str, pid: int, rounds: int, concurrent: int) -> None:
+    ways = {"direct": [HttpChannel(url) for url in engines], "gateway": [HttpChannel(url)]}
     kinds: dict[str, Ask] = {"whole answer": whole, "first token of a stream": first_token}
     times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     spent: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])  # gateway's CPU, wall, machine's CPU
@@ -106,14 +106,14 @@ async def measure(engines: list[str], gateway: str, pid: int, rounds: int, concu
             f"second, gateway {100 * cpu / wall:.0f} % of a core, machine {100 * machine / wall / cores:.0f} % busy"
         )
     memory = rss_mib(pid)
-    await asyncio.gather(*(asyncio.to_thread(in_session, gateway, i) for i in range(SESSIONS)))
+    await asyncio.gather(*(asyncio.to_thread(in_session, url, i) for i in range(SESSIONS)))
     print(f"memory: {memory:.0f} MiB before, {rss_mib(pid):.0f} MiB with {SESSIONS} idle sessions")
 
 
-def in_session(gateway: str, number: int) -> None:
+def in_session(url: str, number: int) -> None:
     chat = json.dumps({"messages": [{"role": "user", "content": f"question {number}"}], "max_tokens": 8})
     headers = {"x-reef-session": f"s{number}", "content-type": "application/json"}
-    request = urllib.request.Request(gateway + "/v1/chat/completions", chat.encode(), headers)
+    request = urllib.request.Request(url + "/v1/chat/completions", chat.encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
         assert answer.headers["x-reef-session"] == f"s{number}"
 
@@ -136,44 +136,46 @@ def rss_mib(pid: int) -> float:
 
 
 @contextmanager
-def running(command: list[str]) -> Iterator[tuple[dict, int]]:
-    """`reef-slime COMMAND --json`: what it says once it is ready, and its process."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "slime_backend.cli", *command, "--json"], stdout=subprocess.PIPE, text=True
-    )
+def gateway(config: Path) -> Iterator[tuple[str, int]]:
+    """`reef-slime serve`: its address and its process."""
+    command = [sys.executable, "-m", "slime_backend.cli", "serve", str(config), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        yield json.loads(process.stdout.readline()), process.pid
+        yield json.loads(process.stdout.readline())["gateway"], process.pid
     finally:
         process.terminate()
         process.wait()
 
 
 def main() -> None:
+    from slime_backend.local_trainer.models import make_tiny_model  # torch: not in the fake engines' process too
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engines", choices=("fake", "real"), default="fake")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrent", type=int, default=64)
     chosen = parser.parse_args()
     with ExitStack() as stack:
-        place = stack.enter_context(tempfile.TemporaryDirectory())
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = make_tiny_model(place / "model")
         if chosen.engines == "real":
-            config, settings = ROOT / "configs/gateway_cpu.yaml", ["engines=1", "gateway.port=0", f"runs_dir={place}"]
-            command = ["up", str(config), *(word for setting in settings for word in ("--set", setting))]
+            flags = ("--incremental-streaming-output", "--max-running-requests", str(chosen.concurrent))
+            settings = EngineSettings(model=str(model), hooks=RUN_HOOKS, extra=flags)
+            engine = LocalEngine(settings, log_path=place / "engine.log")
+            stack.enter_context(running_engines([engine]))
+            urls = [engine.url]
         else:
-            from slime_backend.local_trainer.models import make_tiny_model
-
             urls = stack.enter_context(fake_engines(2, token_s=TOKEN_S, incremental=True))
-            made = {
-                "disjoint_prefix_sharing": "retract",
-                "model": str(make_tiny_model(Path(place) / "model")),
-                "runs_dir": place,
-                "gateway": {"engines": urls, "port": 0},
-            }
-            (Path(place) / "c.yaml").write_text(json.dumps(made))
-            command = ["serve", f"{place}/c.yaml"]
-        ready, pid = stack.enter_context(running(command))
-        event_loop.run(measure(ready["engines"], ready["gateway"], pid, chosen.rounds, chosen.concurrent))
+        config = {
+            "disjoint_prefix_sharing": "retract",
+            "model": str(model),
+            "runs_dir": str(place),
+            "gateway": {"engines": urls, "port": 0},
+        }
+        (place / "c.yaml").write_text(json.dumps(config))
+        url, pid = stack.enter_context(gateway(place / "c.yaml"))
+        event_loop.run(measure(urls, url, pid, chosen.rounds, chosen.concurrent))
 
 
 if __name__ == "__main__":

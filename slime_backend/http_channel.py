@@ -55,7 +55,7 @@ class _Reader(asyncio.StreamReader):
             timer.cancel()
             self.waiting = None
 
-    def feed_data(self, data: bytes) -> None:
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
         super().feed_data(data)
         if END_OF_EVENTS in data:
             self.ended = True
@@ -65,7 +65,7 @@ class _Reader(asyncio.StreamReader):
         super().feed_eof()
         self._wake()
 
-    def set_exception(self, exc: BaseException) -> None:
+    def set_exception(self, exc: Exception) -> None:
         super().set_exception(exc)
         self._wake()
 

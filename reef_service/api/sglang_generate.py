@@ -99,13 +99,12 @@ class _SoFar:
             self.text += common.dumps(piece.text)[1:-1]
         self.ids += comma + common.dumps(delta.ids)[1:-1]
         meta: dict[str, Any] = {"id": self.receipt, "finish_reason": None, "completion_tokens": self.count}
-        rest = b""
+        parts = [b'{"text":"', self.text, b'","output_ids":[', self.ids, b'],"meta_info":', common.dumps(meta)[:-1]]
         if self.with_logprobs:
             entries = [[logprob, token, None] for logprob, token in zip(delta.logprobs, delta.ids, strict=True)]
             self.logprobs += comma + common.dumps(entries)[1:-1]
-            rest = b',"output_token_logprobs":[%b]' % self.logprobs
-        told = self.text, self.ids, common.dumps(meta)[:-1] + rest
-        return b'{"text":"%b","output_ids":[%b],"meta_info":%b}}' % told
+            parts += [b',"output_token_logprobs":[', self.logprobs, b"]"]
+        return b"".join([*parts, b"}}"])
 
 
 def _count(value: Any) -> int:

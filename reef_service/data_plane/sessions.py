@@ -63,7 +63,7 @@ class Sessions:
         Of tokens in memory only: what isn't there was asked for long ago.
         """
         last = next(reversed(self._sessions[session].turns), None) if session in self._sessions else None
-        held = [self._tokens[receipt] for receipt in {parent, last} if receipt in self._tokens]
+        held = [self._tokens[receipt] for receipt in (parent, last) if receipt is not None and receipt in self._tokens]
         ids = array("i", prompt) if held else array("i")
         return [common_prefix(tokens, ids) for tokens in held]
 
