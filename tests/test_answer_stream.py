@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 
 import pytest
 
@@ -26,15 +27,16 @@ def answers(run_async, *writes, end=b"0\r\n\r\n", pace=lambda: 0.0):
         async def serve(reader, writer):
             nonlocal connections
             connections += 1
-            while await reader.read(1 << 16):
-                writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-                for raw in writes:
-                    writer.write(b"%x\r\n%b\r\n" % (len(raw), raw))
-                    await writer.drain()
-                    await asyncio.sleep(0.05)
-                writer.write(end)
-                if not end:
-                    writer.close()
+            with suppress(asyncio.CancelledError):  # by the end of the test; asyncio would log it (Python 3.11)
+                while await reader.read(1 << 16):
+                    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+                    for raw in writes:
+                        writer.write(b"%x\r\n%b\r\n" % (len(raw), raw))
+                        await writer.drain()
+                        await asyncio.sleep(0.05)
+                    writer.write(end)
+                    if not end:
+                        writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         found = []
