@@ -35,6 +35,7 @@ setup(
             "fastapi>=0.115",
             "uvicorn>=0.29",
             "httptools>=0.6",  # uvicorn's fast parser
+            "orjson>=3.9",  # an event of a stream in microseconds
             "sqlalchemy>=2.0",
             "tokenizers>=0.20",
             "jinja2>=3.1",  # chat templates

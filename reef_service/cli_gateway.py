@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from pathlib import Path
@@ -92,6 +93,9 @@ async def _run(settings: RunConfig, config: GatewayConfig, fleet: Fleet, model: 
             else:
                 typer.echo(f"gateway: {url}  (page at /, API at /docs, metrics at /metrics; Ctrl-C stops it)")
             sys.stdout.flush()
+            # What was made until now stays: to look through it again and again stops all streams for 0.1 s each time.
+            gc.collect()
+            gc.freeze()
             try:
                 await asyncio.Event().wait()
             finally:

@@ -59,7 +59,7 @@ class Publisher:
 
     async def _publish(self, transport: Transport, version: str, checkpoint: Path) -> PublicationReport:
         async with self._one_at_a_time:
-            if version == self.fleet.version or any(p["version"] == version for p in await self._used()):
+            if version == self.fleet.version or await self.store.is_used(version):
                 raise ApiError(409, f"version {version!r} was used before; a name stands for one set of weights")
             gated = GatedTransport(transport, self.gate)
             try:
@@ -75,9 +75,6 @@ class Publisher:
                 if gated.closed:
                     self.gate.open()
             return report
-
-    async def _used(self) -> list[dict[str, Any]]:
-        return [p for p in await self.store.publications(limit=100_000) if p["state"] != "failed"]
 
     async def _keep(self, report: PublicationReport, checkpoint: Path) -> None:
         # Before the gate opens: a turn that the new version samples must find its number.

@@ -32,6 +32,7 @@ async def serving(app: ASGIApp, host: str, port: int) -> AsyncIterator[str]:
         access_log=False,  # paths and headers of agents are nobody's business
         lifespan="off",
         server_header=False,
+        proxy_headers=False,  # who asks is never looked at
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=75,
     )

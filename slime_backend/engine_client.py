@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from slime_backend.http_channel import HttpChannel, Stream
 from slime_backend.policy import PauseMode
 from slime_backend.wire import REPORT_KEY, REPORTS_PATH, SchedulerReport, WireError
+
+try:  # SGLang and the gateway bring it: a stream's events are parsed in a fifth of the time
+    from orjson import loads as fast_loads
+except ImportError:
+    fast_loads = json.loads  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
@@ -291,7 +296,9 @@ class EngineClient:
         try:
             async with self._channel.stream("/generate", content, self.deadlines.generate) as stream:
                 if stream.status >= 400:
-                    text = b"\n".join([line async for line in stream.lines()]).decode("utf-8", "replace")
+                    text = b"\n".join([line async for lines in stream.lines() for line in lines]).decode(
+                        "utf-8", "replace"
+                    )
                     raise EngineRefused(self.name, what, f"HTTP {stream.status}: {_one_line(text)}")
                 yield AnswerStream(self.name, stream)
         except TimeoutError as error:
@@ -309,29 +316,54 @@ class AnswerStream:
     def close(self) -> None:
         self._stream.close()
 
-    async def answers(self) -> AsyncIterator[dict[str, Any]]:
-        """Each server-sent event's JSON. SGLang repeats all tokens so far in each, unless it was started with
-        --incremental-streaming-output. Raises EngineRefused, EngineProtocolError, ConnectionError, TimeoutError.
+    async def answers(self, pace: Callable[[], float] = lambda: 0.0) -> AsyncIterator[list[dict[str, Any]]]:
+        """The server-sent events that have come since the last time, at least one, as JSON. SGLang repeats all tokens
+        so far in each, unless it was started with --incremental-streaming-output; where it does, the last is enough.
+        `pace`: for how many seconds the stream is then left alone, so that more comes together; its end ends that.
+
+        Raises EngineRefused, EngineProtocolError, ConnectionError, TimeoutError.
         """
+        said = False  # all of it; what comes then is read so that the connection can be used again
+        try:
+            async for lines in self._stream.lines():
+                events = [] if said else [line[5:].strip() for line in lines if line.startswith(b"data:")]
+                if b"[DONE]" in events:
+                    said, events = True, events[: events.index(b"[DONE]")]
+                if not events:
+                    continue
+                last = self._parse(events[-1])
+                if len(last["output_ids"]) < last["meta_info"].get("completion_tokens", 0):
+                    yield [*(self._parse(event) for event in events[:-1]), last]
+                else:
+                    yield [last]
+                if not said and (seconds := pace()):
+                    await self._stream.rest(seconds)
+        except OSError:
+            if not said:
+                raise
+        if not said:
+            raise ConnectionError("the stream ended before it was done")
+
+    def _parse(self, data: bytes) -> dict[str, Any]:
         what = "POST /generate"
-        async for line in self._stream.lines():
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            try:
-                answer = json.loads(data)
-            except ValueError as error:
-                raise EngineProtocolError(self._engine, what, f"not JSON: {_one_line(data.decode())}") from error
-            if "error" in answer:
-                fault = answer["error"]
-                code = fault.get("code", 400) if isinstance(fault, dict) else 400
-                raise EngineRefused(self._engine, what, f"HTTP {code}: {_one_line(str(fault))}")
-            if "meta_info" not in answer:
-                raise EngineProtocolError(self._engine, what, f"no meta_info in {_one_line(str(answer))}")
-            yield answer
-        raise ConnectionError("the stream ended before it was done")
+        try:
+            answer = _loads(data)
+        except ValueError as error:
+            told = _one_line(data.decode("utf-8", "replace"))
+            raise EngineProtocolError(self._engine, what, f"not JSON: {told}") from error
+        if "error" in answer:
+            fault = answer["error"]
+            code = fault.get("code", 400) if isinstance(fault, dict) else 400
+            raise EngineRefused(self._engine, what, f"HTTP {code}: {_one_line(str(fault))}")
+        if "meta_info" not in answer or "output_ids" not in answer:
+            raise EngineProtocolError(self._engine, what, f"no output_ids or meta_info in {_one_line(str(answer))}")
+        return answer  # type: ignore[no-any-return]
+
+
+def _loads(data: bytes) -> Any:
+    with suppress(ValueError):
+        return fast_loads(data)
+    return json.loads(data)  # also takes NaN and the infinities, which aren't JSON
 
 
 def _is_absent(error: EngineRefused) -> bool:

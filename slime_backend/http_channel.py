@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 MAX_HEAD = 1 << 16  # bytes of a status line with its headers
 # uvicorn closes an idle connection after 5 s; a request sent at that moment would be lost.
 MAX_IDLE_S = 2.0
+END_OF_EVENTS = b"[DONE]"  # SGLang's last event of a stream
 
 
 class Message(NamedTuple):
@@ -35,8 +36,46 @@ class Response(NamedTuple):
     body: bytes
 
 
+class _Reader(asyncio.StreamReader):
+    """Can be left alone while more comes."""
+
+    ended = False  # the last event of a stream has come
+    waiting: asyncio.Future[None] | None = None
+
+    async def rest(self, seconds: float) -> None:
+        """Return after `seconds`, or at once when the stream of events has ended, or the connection."""
+        if self.ended or self.at_eof():
+            return
+        loop = asyncio.get_running_loop()
+        self.waiting = loop.create_future()
+        timer = loop.call_later(seconds, self._wake)
+        try:
+            await self.waiting
+        finally:
+            timer.cancel()
+            self.waiting = None
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        super().feed_data(data)
+        if END_OF_EVENTS in data:
+            self.ended = True
+            self._wake()
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self._wake()
+
+    def set_exception(self, exc: Exception) -> None:
+        super().set_exception(exc)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self.waiting is not None and not self.waiting.done():
+            self.waiting.set_result(None)
+
+
 class _Connection(NamedTuple):
-    reader: asyncio.StreamReader
+    reader: _Reader
     writer: asyncio.StreamWriter
     idle_since: float
 
@@ -50,46 +89,99 @@ class Stream:
     def __init__(self, status: int, connection: _Connection, headers: dict[str, str], deadline_s: float) -> None:
         self.status = status
         self._connection, self._deadline_s = connection, deadline_s
-        self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        self._chunks = _Chunks() if "chunked" in headers.get("transfer-encoding", "").lower() else None
         self._left = int(headers["content-length"]) if "content-length" in headers else None  # bytes
+        self._last = headers.get("connection", "").lower() == "close"  # answer on this connection
         self._closed = False
+        self._late = False
+        self._heard_at = 0.0
+
+    @property
+    def reusable(self) -> bool:
+        """Whether all of it was read, so that the connection can carry another request."""
+        whole = self._left == 0 if self._chunks is None else self._chunks.clean
+        return whole and not (self._closed or self._last or self._connection.reader.at_eof())
 
     def close(self) -> None:
         self._closed = True
         self._connection.close()
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        """Each line without its end. Raises ConnectionError where the answer is cut off, TimeoutError where a piece of
-        it takes longer than the deadline."""
+    async def rest(self, seconds: float) -> None:
+        """Let more of it come, for `seconds` or until its end is there: small pieces cost more than a large one."""
+        await self._connection.reader.rest(seconds)
+
+    async def lines(self) -> AsyncIterator[list[bytes]]:
+        """Lines without their ends, each time all that have come since: a reader that is slow is called less often.
+
+        Raises ConnectionError where the answer is cut off, TimeoutError where a piece of it takes longer than the
+        deadline.
+        """
         rest = b""
+        loop = asyncio.get_running_loop()
+        self._heard_at = loop.time()
+        # One timer for the whole stream: one for each piece of it takes longer than to read the piece.
+        self._timer = loop.call_later(self._deadline_s, self._check)
         try:
             async for piece in self._pieces():
+                self._heard_at = loop.time()
                 *whole, rest = (rest + piece).split(b"\n")
-                for line in whole:
-                    yield line
+                if whole:
+                    yield whole
         except (EOFError, ValueError, OSError) as error:
-            if isinstance(error, TimeoutError):
-                raise
+            if self._late:
+                raise TimeoutError(f"nothing within {self._deadline_s:g} s") from error
             raise ConnectionError(f"the stream broke ({type(error).__name__}: {error})") from error
+        finally:
+            self._timer.cancel()
         if self._closed:
             raise ConnectionError("the stream was closed")
         if rest:
-            yield rest
+            yield [rest]
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        reader = self._connection.reader
-        while True:
-            async with asyncio.timeout(self._deadline_s):
-                if self._left is not None:
-                    piece, self._left = await reader.readexactly(self._left), 0
-                elif not self._chunked:
-                    piece = await reader.read(MAX_HEAD)
-                else:
-                    size = int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)
-                    piece = (await reader.readexactly(size + 2))[:-2]
+        while self._left != 0 and not (self._chunks is not None and self._chunks.over):
+            piece = await self._connection.reader.read(MAX_HEAD if self._left is None else self._left)
             if not piece:
-                return
-            yield piece
+                if self._left is None and self._chunks is None:
+                    return
+                raise EOFError("the connection ended before the answer")
+            if self._left is not None:
+                self._left -= len(piece)
+            yield piece if self._chunks is None else self._chunks.feed(piece)
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._heard_at + self._deadline_s - loop.time()
+        if left > 0:
+            self._timer = loop.call_later(left, self._check)
+        else:
+            self._late = True
+            self._connection.close()
+
+
+class _Chunks:
+    """Takes a chunked body apart as it comes."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.clean = False  # over, and nothing behind it but its own end
+        self._raw = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """What is whole. Raises ValueError for what is no chunk."""
+        raw, at, found = self._raw + piece, 0, []
+        while (end_of_size := raw.find(b"\r\n", at)) >= 0:
+            size = int(raw[at:end_of_size].split(b";")[0], 16)
+            begin = end_of_size + 2
+            if len(raw) < begin + size + 2:
+                break
+            if size == 0:
+                self.over, self.clean = True, raw[begin:] == b"\r\n"  # trailers are of no interest
+                break
+            found.append(raw[begin : begin + size])
+            at = begin + size + 2
+        self._raw = raw[at:]
+        return b"".join(found)
 
 
 class HttpChannel:
@@ -134,12 +226,14 @@ class HttpChannel:
 
     @asynccontextmanager
     async def stream(self, path: str, body: bytes, deadline_s: float) -> AsyncIterator[Stream]:
-        """A POST whose answer is read line by line while it comes. Raises as `request` does, for the head of the answer
-        too; the connection is not used again, so leaving the block early tells the server to stop.
+        """A POST whose answer is read by lines while it comes. Raises as `request` does, for the head of the answer
+        too. Leaving the block before the answer's end breaks the connection, which tells the server to stop.
         """
         async with asyncio.timeout(deadline_s):
             connection = await self._connection()
         self._busy.add(connection)
+        connection.reader.ended = False
+        stream: Stream | None = None
         try:
             connection.writer.write(self._head("POST", path, body) + body)
             try:
@@ -147,10 +241,14 @@ class HttpChannel:
                     _, status, headers = await read_head(connection.reader)
             except (EOFError, ValueError, OSError) as error:
                 raise ConnectionError(f"the connection broke ({type(error).__name__}: {error})") from error
-            yield Stream(status, connection, headers, deadline_s)
+            stream = Stream(status, connection, headers, deadline_s)
+            yield stream
         finally:
             self._busy.discard(connection)
-            connection.close()
+            if stream is not None and stream.reusable:
+                self._idle.append(connection._replace(idle_since=time.monotonic()))
+            else:
+                connection.close()
 
     def _head(self, method: str, path: str, body: bytes | None) -> bytes:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept: */*\r\n"
@@ -166,13 +264,16 @@ class HttpChannel:
             connection.close()
         if not self._host or not self._port:
             raise ConnectionError(f"{self.url!r} is not an address like http://127.0.0.1:30000")
+        loop = asyncio.get_running_loop()
+        reader = _Reader(limit=MAX_HEAD, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         try:
-            reader, writer = await asyncio.open_connection(
-                self._host, self._port, limit=MAX_HEAD, ssl=self._secure or None
+            transport, _ = await loop.create_connection(
+                lambda: protocol, self._host, self._port, ssl=self._secure or None
             )
         except OSError as error:
             raise ConnectionError(f"no connection ({error.strerror or error})") from error
-        return _Connection(reader, writer, time.monotonic())
+        return _Connection(reader, asyncio.StreamWriter(transport, protocol, reader, loop), time.monotonic())
 
     def close(self) -> None:
         """Close every connection; what is under way fails with ConnectionError."""

@@ -155,9 +155,9 @@ def read_stream(run_async, server, close_after=None):
             lines = []
             try:
                 async with channel.stream("/x", b"{}", 5.0) as stream:
-                    async for line in stream.lines():
-                        lines.append(line)
-                        if len(lines) == close_after:
+                    async for found in stream.lines():
+                        lines += found
+                        if close_after is not None and len(lines) >= close_after:
                             stream.close()
                 return stream.status, lines
             finally:
@@ -179,6 +179,42 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 def test_a_stream_is_read_line_by_line(run_async, raw, expected):
     assert read_stream(run_async, RawServer(raw)) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "connections"),
+    [
+        (CHUNKED + b"2\r\na\n\r\n0\r\n\r\n", 1),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\na\n", 1),
+        (CHUNKED + b"2\r\na\n\r\n0\r\nx: y\r\n\r\n", 2),  # trailers
+        (CHUNKED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + b"2\r\na\n\r\n0\r\n\r\n", 2),
+    ],
+)
+def test_a_stream_that_was_read_to_its_end_leaves_its_connection_for_the_next(run_async, raw, connections):
+    async def scenario():
+        async with RawServer(raw, raw) as server:
+            channel = HttpChannel(server.url)
+            for _ in range(2):
+                async with channel.stream("/x", b"{}", 5.0) as stream:
+                    assert [line async for lines in stream.lines() for line in lines] == [b"a"]
+            channel.close()
+            return server.connections
+
+    assert run_async(scenario()) == connections
+
+
+def test_a_stream_that_is_left_early_breaks_its_connection(run_async):
+    async def scenario():
+        raw = CHUNKED + b"2\r\na\n\r\n"
+        async with RawServer(raw, raw) as server:
+            channel = HttpChannel(server.url)
+            for _ in range(2):
+                async with channel.stream("/x", b"{}", 5.0) as stream:
+                    await anext(stream.lines())
+            channel.close()
+            return server.connections
+
+    assert run_async(scenario()) == 2
 
 
 @pytest.mark.parametrize(

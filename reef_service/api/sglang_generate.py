@@ -73,23 +73,38 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
         return {"text": done.answer.raw, "output_ids": list(record.output_ids), "meta_info": meta}
 
     async def write(events: AsyncIterator[Delta | Done], receipt: str) -> AsyncIterator[bytes]:
-        text, ids, logprobs = "", [], []
+        so_far = _SoFar(receipt, bool(body.return_logprob))
         async for event in events:
-            if isinstance(event, Done):
-                yield common.event(answer(event))
-                break
-            text += "".join(piece.text for piece in event.pieces)
-            ids += event.ids
-            logprobs += [[logprob, token, None] for logprob, token in zip(event.logprobs, event.ids, strict=True)]
-            meta: dict[str, Any] = {"id": receipt, "finish_reason": None, "completion_tokens": len(ids)}
-            if body.return_logprob:
-                meta["output_token_logprobs"] = logprobs
-            yield common.event({"text": text, "output_ids": ids, "meta_info": meta})
+            yield common.event(answer(event) if isinstance(event, Done) else so_far.add(event))
         yield common.event(b"[DONE]")
 
     if body.stream:
         return await common.streamed(request, tokens, write, _error_event)
     return await common.whole(request, tokens, answer)
+
+
+class _SoFar:
+    """An event repeats all that came before, as SGLang's do. It is appended to: to write it anew costs the square."""
+
+    def __init__(self, receipt: str, logprobs: bool) -> None:
+        self.receipt, self.with_logprobs = receipt, logprobs
+        self.text, self.ids, self.logprobs = bytearray(), bytearray(), bytearray()
+        self.count = 0
+
+    def add(self, delta: Delta) -> bytes:
+        """The event with this in it, as JSON."""
+        comma = b"," if self.count and delta.ids else b""
+        self.count += len(delta.ids)
+        for piece in delta.pieces:
+            self.text += common.dumps(piece.text)[1:-1]
+        self.ids += comma + common.dumps(delta.ids)[1:-1]
+        meta: dict[str, Any] = {"id": self.receipt, "finish_reason": None, "completion_tokens": self.count}
+        parts = [b'{"text":"', self.text, b'","output_ids":[', self.ids, b'],"meta_info":', common.dumps(meta)[:-1]]
+        if self.with_logprobs:
+            entries = [[logprob, token, None] for logprob, token in zip(delta.logprobs, delta.ids, strict=True)]
+            self.logprobs += comma + common.dumps(entries)[1:-1]
+            parts += [b',"output_token_logprobs":[', self.logprobs, b"]"]
+        return b"".join([*parts, b"}}"])
 
 
 def _count(value: Any) -> int:

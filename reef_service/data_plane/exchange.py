@@ -123,7 +123,6 @@ class Exchange:
             self._count = min(end, at + step)
             text += self._text.push(generation.output_ids[at : self._count])
             if request.stop and self._find_stop(generation, text):
-                generation.truncate(self._count)
                 generation.stop()
                 return
         if last:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,8 @@ from slime_backend.engine_client import EngineError, EngineProtocolError, Engine
 from slime_backend.fleet import Fleet, Member
 
 STOP_S = 10.0  # for the engine's last word after an abort
-Answers = AsyncIterator[dict[str, Any]]
+PACE_S, MOST_PACE_S = 0.001, 0.1  # between two looks at a stream, for each request under way; at most
+Answers = AsyncIterator[list[dict[str, Any]]]  # each time those that have come since
 
 
 @dataclass(slots=True)
@@ -69,13 +70,11 @@ class Generation:
                 self.spliced = self.spliced or base > 0
                 try:
                     async with self._answers(member) as answers:
-                        async for answer in answers:
+                        async for found in answers:
                             if member.status == "retired":
                                 break
-                            if _aborted(answer) and not self.stopped:
-                                raise EngineProtocolError(member.name, "POST /generate", "it aborted the request")
                             start = len(self.output_ids)
-                            self._take(answer, base)
+                            self._take(found, base)
                             if len(self.output_ids) > start:
                                 yield start, len(self.output_ids)
                         else:
@@ -125,6 +124,11 @@ class Generation:
         # SGLang takes an aborted id as a beginning, so no attempt's id may begin like another's.
         return f"{self.receipt}.{self.attempts:02d}"
 
+    def _pace(self) -> float:
+        """The more streams, the longer each is left alone after a look at it: all of them together cost the same then,
+        and a first token doesn't wait behind the others' next ones."""
+        return min(PACE_S * sum(m.in_flight for m in self.fleet.members.values()), MOST_PACE_S)
+
     def _left(self) -> int:
         return int(self.sampling["max_new_tokens"]) - len(self.output_ids)
 
@@ -147,7 +151,7 @@ class Generation:
             async with member.client.generate_stream(self._body()) as stream:
                 self._close = stream.close
                 with _when_gone(member, stream.close):
-                    yield stream.answers()
+                    yield stream.answers(self._pace)
             return
         call = asyncio.ensure_future(member.client.generate(self._body()))
         self._close = call.cancel
@@ -155,18 +159,22 @@ class Generation:
             with _when_gone(member, call.cancel):
                 yield _one(call, member)
         finally:
-            call.cancel()
-            await asyncio.gather(call, return_exceptions=True)
+            if not call.done():
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
 
-    def _take(self, answer: Mapping[str, Any], base: int) -> None:
-        """Append what is new in an answer, which repeats all tokens of this attempt or has the new ones only."""
-        meta = answer["meta_info"]
-        total = int(meta.get("completion_tokens", len(answer["output_ids"])))
-        new = total - (len(self.output_ids) - base)
-        entries = meta.get("output_token_logprobs") or ()
+    def _take(self, answers: Sequence[Mapping[str, Any]], base: int) -> None:
+        """Append what is new in answers that came together: one that repeats all tokens of this attempt, or several
+        that have the new ones only."""
+        meta = answers[-1]["meta_info"]
+        if not self.stopped and _aborted(answers[-1]):
+            raise EngineProtocolError(self.engine, "POST /generate", "it aborted the request")
+        ids = [token for answer in answers for token in answer["output_ids"]]
+        new = int(meta.get("completion_tokens", len(ids))) - (len(self.output_ids) - base)
         if new > 0:
-            ids = answer["output_ids"][-new:]
+            entries = [entry for answer in answers for entry in answer["meta_info"].get("output_token_logprobs") or ()]
             logprobs = [float(entry[0]) for entry in entries[-new:]]
+            ids = ids[-new:]
             if len(ids) != new or len(logprobs) != new:
                 raise EngineProtocolError(
                     self.engine,
@@ -184,7 +192,7 @@ def _aborted(answer: Mapping[str, Any]) -> bool:
 
 async def _one(call: asyncio.Future[dict[str, Any]], member: Member) -> Answers:
     try:
-        yield await call
+        yield [await call]
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():  # we are meant, not the call

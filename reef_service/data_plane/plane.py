@@ -53,12 +53,19 @@ class DataPlane:
         )
 
     def _anchors(self, request: TokenRequest) -> list[int]:
-        """Where another prompt may leave this one, for models whose sliding windows must be kept there: the end of the
-        prompt, from which a retry or another sample of this turn goes on. What stands before it, the engine finds by
-        the marks of the messages (engine_plugin/message_marks.py)."""
+        """Where other prompts may leave this one, for models whose sliding windows must be kept there:
+
+            the turn before     another branch of the conversation begins behind it
+            the last turn       what of it this prompt begins with, others of the session may begin with too
+            the prompt's end    a retry, or another sample of this turn
+
+        What lies between, the engine finds by the marks of the messages (engine_plugin/message_marks.py).
+        """
         if not self.fleet.has_hook(ANCHORS_HOOK) or "custom_params" in request.sampling:
             return []
-        return [len(request.prompt_ids) - 1] if len(request.prompt_ids) > 1 else []
+        end = len(request.prompt_ids) - 1
+        leaves = self.sessions.leaves(request.session, request.parent, request.prompt_ids) if request.session else []
+        return sorted({place for place in (*leaves, end) if 0 < place <= end})
 
     async def close(self, grace_s: float) -> None:
         """Let what is under way end within `grace_s`, then end it, recorded as far as it came."""

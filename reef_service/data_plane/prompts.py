@@ -100,8 +100,8 @@ async def from_text(plane: DataPlane, asked: Asked, text: str) -> TokenRequest:
 async def from_ids(plane: DataPlane, asked: Asked, ids: Sequence[int]) -> TokenRequest:
     """Token ids, which are sent as they are. Raises ApiError 400."""
     size = plane.tokenizer.size
-    bad = next((i for i in ids if not 0 <= i < size), None)
-    if bad is not None:
+    if ids and not (min(ids) >= 0 and max(ids) < size):
+        bad = next(i for i in ids if not 0 <= i < size)
         raise bad_request(f"the prompt has {bad}, which is no token id; they are 0 to {size - 1}")
     prompt = list(ids)
 

@@ -57,6 +57,16 @@ class Sessions:
                 return Parent(receipt, history, await self._tokens_of(receipt))
         return None
 
+    def leaves(self, session: str, parent: str | None, prompt: Sequence[int]) -> list[int]:
+        """Where a prompt leaves the tokens of the turn that it goes on from, and of the session's last turn.
+
+        Of tokens in memory only: what isn't there was asked for long ago.
+        """
+        last = next(reversed(self._sessions[session].turns), None) if session in self._sessions else None
+        held = [self._tokens[receipt] for receipt in (parent, last) if receipt is not None and receipt in self._tokens]
+        ids = array("i", prompt) if held else array("i")
+        return [common_prefix(tokens, ids) for tokens in held]
+
     def add(self, session: str, receipt: str, history: History, tokens: Sequence[int]) -> None:
         """A turn that was stored."""
         known = self._sessions.get(session)
@@ -92,6 +102,18 @@ class Sessions:
             self._held += len(tokens)
         while self._held > self.most_tokens and len(self._tokens) > 1:
             self._held -= len(self._tokens.popitem(last=False)[1])
+
+
+def common_prefix(one: array[int], other: array[int]) -> int:
+    """How many items two arrays begin with alike, by comparing halves, which costs no loop over items."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def digest_of_text(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +17,7 @@ from reef_service.store.errors import StoreError
 
 BUSY_S = 30
 READERS = 4
+CHECKPOINT_PAGES = 4000  # of the write-ahead log, 16 MB: to copy them into the database makes one commit wait
 _ADVISORY_LOCK = 0x72656566  # PostgreSQL: any number that is ours
 
 
@@ -45,9 +47,10 @@ class Database:
                 f"store {self.shown}: its driver is not installed ({error}); pip install 'reef-slime[postgres]'"
             ) from error
         if self.is_sqlite:
-            event.listen(self.writing, "connect", _prepare_sqlite)
-            event.listen(self.writing, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-            event.listen(self.reading, "connect", _prepare_sqlite)
+            # A transaction begins with the first thing that is written. What it read before holds nevertheless: nobody
+            # else writes.
+            event.listen(self.writing, "connect", partial(_prepare_sqlite, isolation="IMMEDIATE"))
+            event.listen(self.reading, "connect", partial(_prepare_sqlite, isolation=None))
         try:
             self._take_lock(parsed.database or "")
             self._make_tables()
@@ -91,12 +94,13 @@ class Database:
         self.reading.dispose()
 
 
-def _prepare_sqlite(connection: Any, record: Any) -> None:
-    connection.isolation_level = None  # transactions begin where we say so
+def _prepare_sqlite(connection: Any, record: Any, *, isolation: str | None) -> None:
+    connection.isolation_level = isolation
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode = WAL")
     # With the write-ahead log, FULL is what makes a commit survive a power cut; a kill it survives anyway.
     cursor.execute("PRAGMA synchronous = FULL")
+    cursor.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
     cursor.execute(f"PRAGMA busy_timeout = {BUSY_S * 1000}")
     cursor.close()
 

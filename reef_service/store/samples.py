@@ -140,6 +140,11 @@ def read_publications(connection: Connection, limit: int) -> Sequence[dict[str, 
     return [dict(row) for row in rows]
 
 
+def read_is_used(connection: Connection, version: str) -> bool:
+    named = select(publications.c.number).where(publications.c.version == version, publications.c.state != "failed")
+    return connection.execute(named.limit(1)).first() is not None
+
+
 def _counted(connection: Connection, column: Column[str]) -> dict[str, int]:
     """Value of a column -> how many rows have it."""
     return {row[0]: row[1] for row in connection.execute(select(column, func.count()).group_by(column))}

@@ -56,8 +56,7 @@ turns = Table(
     Column("history_kind", String, nullable=False),
     Column("history_length", Integer, nullable=False),
     Column("history_digest", String, nullable=False),
-    Index("turns_of_session", "session", "submitted_at"),
-    Index("turns_by_time", "finished_at"),
+    Index("turns_of_session", "session", "submitted_at"),  # each further index is a page more in every commit
 )
 
 trajectories = Table(
@@ -77,8 +76,6 @@ trajectories = Table(
     Column("lease_ends", Double),
     Column("trained_at", Double),
     Index("trajectories_by_score", "trained_at", "scored_at"),
-    Index("trajectories_by_lease", "lease"),
-    Index("trajectories_by_label", "label"),
 )
 
 leases = Table(

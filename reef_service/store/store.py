@@ -20,7 +20,7 @@ from reef_service.store.leases import Lease, Wish
 from reef_service.store.reports import Report, add_report
 from reef_service.store.samples import StoredSample
 from reef_service.store.schema import publications, turns
-from reef_service.store.turns import History, Placed, Turn, add_turn, record_of
+from reef_service.store.turns import History, Placed, Turn, VersionNumbers, add_turn, record_of
 from reef_service.store.writer import Writer
 from slime_backend.provenance.records import RolloutRecord
 
@@ -33,12 +33,13 @@ class Store:
     def __init__(self, database: Database) -> None:
         self._database = database
         self.writer = Writer(database.writing)
+        self._numbers = VersionNumbers()
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-reader")
 
     # ---- written ------------------------------------------------------------------------------------------------
 
     async def add_turn(self, turn: Turn) -> Placed:
-        return await self.writer.write(lambda connection: add_turn(connection, turn))
+        return await self.writer.write(lambda connection: add_turn(connection, turn, self._numbers))
 
     async def add_report(self, report: Report) -> dict[str, Any]:
         """Raises ReportConflict, UnknownReceipts."""
@@ -61,6 +62,7 @@ class Store:
         """Returns its number. `state`: found (at start), or that of the publication's report."""
 
         def add(connection: Connection) -> int:
+            self._numbers.forget(version)
             values = {"version": version, "state": state, "checkpoint": checkpoint, "at": time.time()}
             added = connection.execute(insert(publications).values(report=json.dumps(report or {}), **values))
             return int(added.inserted_primary_key[0])  # type: ignore[index]
@@ -95,6 +97,10 @@ class Store:
 
     async def counts(self) -> dict[str, Any]:
         return await self.read(samples.read_counts)
+
+    async def is_used(self, version: str) -> bool:
+        """Whether it is the name of a version that engines served."""
+        return await self.read(lambda connection: samples.read_is_used(connection, version))
 
     async def publications(self, limit: int = 50) -> list[dict[str, Any]]:
         return list(await self.read(lambda connection: samples.read_publications(connection, limit)))

@@ -70,17 +70,41 @@ _EXTEND_TRAJECTORY = (
     .values({name: bindparam(f"new_{name}") for name in ("tip", "turns", "class", "oldest", "sound")})
 )
 _INSERT_TURN = insert(turns)
-_NUMBERS_OF_VERSION = select(func.max(publications.c.number)).where(
+_NUMBER_OF_VERSION = select(func.max(publications.c.number)).where(
     publications.c.version == bindparam("version"), publications.c.state.in_(("found", "resumed"))
 )
 
 
-def add_turn(connection: Connection, turn: Turn) -> Placed:
+class VersionNumbers:
+    """The publication that a version is of, asked for with every turn and so remembered. For the writing thread.
+
+    A name that came twice (a rollback) counts as its last coming, the one that requests ran under.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+
+    def of(self, connection: Connection, version: str) -> int:
+        """0 where it is in no list of ours."""
+        known = self._known.get(version)
+        if known is None:
+            known = connection.scalar(_NUMBER_OF_VERSION, {"version": version})
+            if known is None:
+                return 0
+            self._known[version] = known
+        return known
+
+    def forget(self, version: str) -> None:
+        """It gets another number."""
+        self._known.pop(version, None)
+
+
+def add_turn(connection: Connection, turn: Turn, numbers: VersionNumbers) -> Placed:
     """Store a turn; it goes on with its parent's trajectory while that is open and the parent is its last turn.
 
     A turn that the client can't go on from is in no trajectory (number -1), and nobody trains on it.
     """
-    oldest = _oldest(connection, turn.record)
+    oldest = min((numbers.of(connection, name) for name in turn.record.versions), default=0)
     placed = _place(connection, turn, oldest) if turn.state in CONTINUABLE else Placed(-1, forked=False)
     connection.execute(_INSERT_TURN, _row(turn, placed, oldest))
     return placed
@@ -106,7 +130,9 @@ def _place(connection: Connection, turn: Turn, oldest: int) -> Placed:
             },
         )
         return Placed(parents["number"], forked=False)
-    last = connection.scalar(_LAST_NUMBER, {"session": session})
+    # A session of its own is called as its receipt: nobody else is in it.
+    alone = session == turn.record.receipt
+    last = None if alone else connection.scalar(_LAST_NUMBER, {"session": session})
     number = 0 if last is None else last + 1
     connection.execute(
         _BEGIN_TRAJECTORY,
@@ -186,12 +212,3 @@ def record_of(row: RowMapping, *, group: str = "", reward: float = 0.0) -> Rollo
 def _provenance(record: RolloutRecord) -> str:
     data = record.to_json()
     return json.dumps({name: data[name] for name in ("spans", "segments", "prefills")}, separators=(",", ":"))
-
-
-def _oldest(connection: Connection, record: RolloutRecord) -> int:
-    """The publication that the oldest token is of; 0 where its version is in no list of ours.
-
-    A name that came twice (a rollback) counts as its last coming, the one that requests ran under.
-    """
-    numbers = [connection.scalar(_NUMBERS_OF_VERSION, {"version": name}) for name in record.versions]
-    return min((number or 0 for number in numbers), default=0)

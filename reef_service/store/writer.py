@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -23,6 +23,7 @@ from reef_service.store.errors import StoreError
 T = TypeVar("T")
 Operation = Callable[[Connection], Any]  # may be run twice; what it did the first time is rolled back
 MOST = 256  # operations in one transaction
+IDLE_S = 1.0  # without anything to write, until the connection is given back
 
 _Job = tuple[Operation, "Future[Any]"]
 
@@ -32,6 +33,7 @@ class Writer:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._connection: Connection | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self.commits = 0
@@ -72,24 +74,47 @@ class Writer:
                 continue
             for job in jobs:
                 self._alone(job)
+        self._let_go()
 
     def _take(self) -> tuple[list[_Job], bool]:
         """What is queued, at least one, and whether the writer is to stop after it."""
         found: list[_Job] = []
         while len(found) < MOST:
             try:
-                job = self._jobs.get(block=not found)
+                job = self._jobs.get(block=not found, timeout=None if self._connection is None else IDLE_S)
             except queue.Empty:
-                break
+                if found:
+                    break
+                self._let_go()
+                continue
             if job is None:
                 return found, True
             found.append(job)
         return found, False
 
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        """On a connection that is kept while there is something to do: to fetch one from the pool, which looks whether
+        it is alive, and to hand it back takes longer than most of what is written."""
+        if self._connection is None:
+            self._connection = self._engine.connect()
+        try:
+            with self._connection.begin():
+                yield self._connection
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(SQLAlchemyError):  # a server that is gone has let it go
+                connection.close()
+
     def _together(self, jobs: list[_Job]) -> bool:
         """Run all in one transaction; False, with nothing done, where one of them fails."""
         try:
-            with self._engine.begin() as connection:
+            with self._transaction() as connection:
                 results = [operation(connection) for operation, _ in jobs]
         except Exception:  # whichever it was and whatever it raised: each is run again, and raises by itself
             return False
@@ -102,7 +127,7 @@ class Writer:
     def _alone(self, job: _Job) -> None:
         operation, future = job
         try:
-            with self._engine.begin() as connection:
+            with self._transaction() as connection:
                 result = operation(connection)
         except SQLAlchemyError as error:
             future.set_exception(StoreError(f"the store failed: {_first_line(error)}"))

@@ -49,8 +49,10 @@ class FakeEngine:
         hooks: tuple[str, ...] = ("kv_evidence", "kv_spans", "scope"),
         token_s: float = TOKEN_S,
         answer: Callable[[Sequence[int]], Sequence[int]] | None = None,
+        incremental: bool = False,
     ) -> None:
-        """`answer`: what a prompt's ids are answered with, up to `max_new_tokens`; without, TOKEN for ever."""
+        """`answer`: what a prompt's ids are answered with, up to `max_new_tokens`; without, TOKEN for ever.
+        `incremental`: as with --incremental-streaming-output, an event has the new tokens only."""
         self.label = version
         self.loaded = version  # the weights that really are in memory
         self.latency_s = latency_s
@@ -58,6 +60,7 @@ class FakeEngine:
         self.hooks = dict.fromkeys(hooks, ACTIVE)
         self.token_s = token_s
         self.answer = answer
+        self.incremental = incremental
         self.bodies: list[dict[str, Any]] = []  # of /generate
         self.ranks = [FakeRank(radix_cache, "scope" in hooks) for _ in range(ranks)]
         self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
@@ -99,6 +102,7 @@ class FakeEngine:
             hooks=tuple(self.hooks),
             token_s=self.token_s,
             answer=self.answer,
+            incremental=self.incremental,
         )
         await self.start(port)
 
@@ -232,7 +236,8 @@ class FakeEngine:
     async def _events(
         self, rank: FakeRank, mine: FakeRequest, planned: list[int], end: str
     ) -> AsyncGenerator[str, None]:
-        """As SGLang streams: each event repeats all tokens so far; our spans come with the last."""
+        """As SGLang streams: an event repeats all tokens so far, or has the new ones; our spans come with the last."""
+        sent = 0
         try:
             while not mine.done.is_set():
                 await mine.progress.wait()
@@ -240,13 +245,16 @@ class FakeEngine:
                 if self.dead:
                     raise ConnectionResetError("the engine died")
                 if mine.sampled or mine.done.is_set():
-                    yield f"data: {json.dumps(self._answer(mine, planned, end))}\n\n"
+                    answer = self._answer(mine, planned, end, sent)
+                    sent = len(mine.sampled) if self.incremental else 0
+                    yield f"data: {json.dumps(answer)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
             if not mine.done.is_set() and mine in rank.requests:  # the client has gone
                 rank.requests.remove(mine)
 
-    def _answer(self, mine: FakeRequest, planned: list[int], end: str) -> dict[str, Any]:
+    def _answer(self, mine: FakeRequest, planned: list[int], end: str, sent: int = 0) -> dict[str, Any]:
+        """`sent`: tokens that stay out of it."""
         count = len(mine.sampled)
         done = mine.done.is_set()
         meta = {
@@ -255,13 +263,13 @@ class FakeEngine:
             "completion_tokens": count,
             "cached_tokens": mine.prefills[0]["cached"] if mine.prefills else 0,
             "weight_version": self.label,
-            "output_token_logprobs": [[-1.0 - i / 1000, token, None] for i, token in enumerate(planned[:count])],
+            "output_token_logprobs": [[-1.0 - i / 1000, planned[i], None] for i in range(sent, count)],
             "weight_versions": spans(mine.sampled),
             "truth": spans(mine.truth),
             "kv_provenance": mine.segments if done else [],
             "prefills": mine.prefills if done else [],
         }
-        return {"output_ids": planned[:count], "text": "", "meta_info": meta}
+        return {"output_ids": planned[sent:count], "text": "", "meta_info": meta}
 
     # ---- the schedulers -----------------------------------------------------------------------------------------
 

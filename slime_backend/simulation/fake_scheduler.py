@@ -34,9 +34,15 @@ class FakeRequest:
     def kv_tokens(self) -> int:
         return self.prompt + len(self.sampled) if self.holds_kv else 0
 
-    def begin_segment(self) -> None:
+    def begin_segment(self, version: str) -> None:
+        self.end_segment()
         start = len(self.sampled)
-        self.segments.append({"start": start, "end": start, "version": "", "context": []})
+        self.segments.append({"start": start, "end": start, "version": version, "context": []})
+
+    def end_segment(self) -> None:
+        """Written down once: at every token it would cost more than all else that a fake engine does."""
+        if self.segments and self.segments[-1]["end"] < len(self.sampled):
+            self.segments[-1].update(end=len(self.sampled), context=spans(self.context))
 
 
 @dataclass(slots=True)
@@ -103,6 +109,7 @@ class FakeRank:
         """End the requests whose id begins with `rid`, as SGLang matches it; all of them for None."""
         for request in [r for r in self.requests if rid is None or r.rid.startswith(rid)]:
             request.aborted, request.holds_kv = True, False
+            request.end_segment()
             self.requests.remove(request)
             request.done.set()
             request.progress.set()
@@ -113,16 +120,16 @@ class FakeRank:
             if not request.holds_kv:
                 self._admit(request, label)
             else:
-                request.context.append(label)
                 if request.segments[-1]["version"] != label:
-                    request.begin_segment()
+                    request.begin_segment(label)
+                request.context.append(label)
             request.sampled.append(label)
             request.truth.append(loaded)
-            request.segments[-1].update(end=len(request.sampled), version=label, context=spans(request.context))
             if len(request.sampled) >= request.wanted:
                 request.holds_kv = False
                 self.requests.remove(request)
                 self._store(request)
+                request.end_segment()
                 request.done.set()
             request.progress.set()
 
@@ -134,8 +141,8 @@ class FakeRank:
         )
         self.order += 1
         request.holds_kv, request.epoch = True, self.epoch
+        request.begin_segment(label)
         request.context = [label] * length
-        request.begin_segment()
 
     @property
     def _scope(self) -> int:

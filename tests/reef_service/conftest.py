@@ -19,6 +19,7 @@ NEEDED = (
     "fastapi_offline",
     "httptools",
     "jinja2",
+    "orjson",
     "prometheus_client",
     "sqlalchemy",
     "tokenizers",

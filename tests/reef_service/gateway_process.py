@@ -17,7 +17,9 @@ class GatewayProcess:
     """One gateway after the other, on one port and one store."""
 
     def __init__(self, directory: Path, engines: list[str], *settings: str) -> None:
+        directory.mkdir(exist_ok=True)
         self.directory, self.port = directory, free_port()
+        self.run_directory = directory / "runs" / "run"
         self.url = f"http://127.0.0.1:{self.port}"
         config = directory / "gateway.yaml"
         config.write_text("disjoint_prefix_sharing: retract\ngateway: {}\n")
@@ -25,14 +27,18 @@ class GatewayProcess:
             "model": make_model(directory / "model"),
             "runs_dir": directory / "runs",
             "gateway.port": self.port,
-            "gateway.engines": json.dumps(engines),
         }
         self.command = [sys.executable, "-m", "slime_backend.cli", "serve", str(config), "--json"]
         for name, value in values.items():
             self.command += ["--set", f"{name}={value}"]
         for setting in settings:
             self.command += ["--set", setting]
+        self.engines(*engines)
         self.process: subprocess.Popen[str] | None = None
+
+    def engines(self, *urls: str) -> None:
+        """Whom it is started for."""
+        self.command += ["--set", f"gateway.engines={json.dumps(urls)}"]
 
     def start(self) -> None:
         """Return once it is ready."""

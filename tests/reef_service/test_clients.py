@@ -81,10 +81,13 @@ def test_openai_stream_helper(tmp_path, run_async):
     assert (message.content, message.tool_calls[0].function.name) == ("I look.", "look")
 
 
+@pytest.mark.parametrize("incremental", [False, True], ids=["engines repeat", "engines don't repeat"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_openai_completions(tmp_path, run_async, stream):
+def test_openai_completions(tmp_path, run_async, stream, incremental):
     async def work():
-        async with gateway_on(tmp_path, "abc\u00e9|d") as (client, _, _), openai_client(client) as api:
+        engine = {"incremental": incremental, "token_s": 0.0}  # so many tokens come together, behind the stop text too
+        made = gateway_on(tmp_path, "abc\u00e9|defghijklmnopqrstuvwxyz", **engine)
+        async with made as (client, _, _), openai_client(client) as api:
             found = await api.completions.create(model="m", prompt="x", max_tokens=50, stop=["|"], stream=stream)
             if not stream:
                 return found.choices[0].text, found.choices[0].finish_reason, found.reef

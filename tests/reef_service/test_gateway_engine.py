@@ -22,16 +22,22 @@ pytestmark = pytest.mark.engine
 
 
 @asynccontextmanager
-async def gateway_on_engine(engine, sources, tiny_model, tmp_path):
-    """(client, gateway) at known weights: those of `a`, which are linked as the first version."""
-    async with fleet_on(engine, decide("disjoint", "retract")) as (fleet, client):
-        await load(client, sources["a"], tmp_path)
+async def gateway_on_fleet(engine, model, tmp_path, sharing="retract", prepare=None):
+    """(client, gateway) in front of a real engine; `prepare(client of the engine)` comes before."""
+    async with fleet_on(engine, decide("disjoint", sharing)) as (fleet, client):
+        if prepare is not None:
+            await prepare(client)
         with open_store(f"sqlite:///{tmp_path}/run/gateway.sqlite") as store:
             async with (
-                running_gateway(GatewayConfig(), fleet, tiny_model, store, tmp_path / "run") as gateway,
+                running_gateway(GatewayConfig(), fleet, model, store, tmp_path / "run") as gateway,
                 serving(make_app(gateway), "127.0.0.1", 0) as url,
             ):
                 yield Client(url), gateway
+
+
+def gateway_on_engine(engine, sources, tiny_model, tmp_path):
+    """(client, gateway) at known weights: those of `a`, which are linked as the first version."""
+    return gateway_on_fleet(engine, tiny_model, tmp_path, prepare=lambda client: load(client, sources["a"], tmp_path))
 
 
 def chat(*said, **more):

@@ -22,6 +22,17 @@ def generation(fleet, tokens=50, stream=True, choose=None, **extra):
     return Generation(fleet, choose or (lambda found: found[0]), "r1", list(PROMPT), sampling, stream, extra)
 
 
+def once_from(length, do):
+    """Call `do` as soon as there are so many tokens; several may come together."""
+    left = [do]
+
+    async def progress(end):
+        if end >= length and left:
+            await left.pop()()
+
+    return progress
+
+
 async def finish(made, on_progress=None):
     seen = []
     async for start, end in made.run():
@@ -53,12 +64,7 @@ def test_a_publication_in_the_middle_of_a_stream_is_lived_through(run_async):
     async def work():
         async with fake_fleet(2) as (fleet, _):
             made = generation(fleet, tokens=60)
-
-            async def at(end):
-                if end == 10:
-                    await publish(fleet, NameTransport(), "v1")
-
-            await finish(made, at)
+            await finish(made, once_from(10, lambda: publish(fleet, NameTransport(), "v1")))
             return made
 
     made = run_async(work())
@@ -103,12 +109,11 @@ def test_no_token_of_an_unconfirmed_engine_is_passed_on(run_async):
         async with fake_fleet(2) as (fleet, engines):
             made = generation(fleet, tokens=80, choose=lambda found: found[-1])
 
-            async def at(end):
-                if end == 10:
-                    engines[1].faults["/update_weights_from_disk"] = ["refuse"]
-                    await publish(fleet, NameTransport(), "v1")
+            async def fail():
+                engines[1].faults["/update_weights_from_disk"] = ["refuse"]
+                await publish(fleet, NameTransport(), "v1")
 
-            await finish(made, at)
+            await finish(made, once_from(10, fail))
             return made, fleet.retired()
 
     made, retired = run_async(work())
@@ -141,11 +146,10 @@ def test_an_abort_that_nobody_asked_for_is_not_an_answer(run_async):
         async with fake_fleet(1) as (fleet, engines):
             made = generation(fleet, tokens=60)
 
-            async def at(end):
-                if end == 10 and made.attempts == 1:
-                    engines[0].ranks[0].abort(None)
+            async def abort():
+                engines[0].ranks[0].abort(None)
 
-            await finish(made, at)
+            await finish(made, once_from(10, abort))
             return made
 
     made = run_async(work())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 
 import pytest
 
+from reef_service.api.common import dumps
 from reef_service.data_plane.admission import Gate
 from reef_service.data_plane.limits import Limits
 from reef_service.data_plane.router import BLOCK, SLACK, Router
@@ -321,3 +323,9 @@ def test_a_record_that_is_cut_at_a_stop_text_still_holds(count):
         "segments": cut["kv_provenance"],
     }
     assert why_inconsistent(RolloutRecord.from_json(kept)) == ""
+
+
+@pytest.mark.parametrize("value", [{"a": [1, 0.5, None, "é"]}, {"big": 2**70}, {"half": "\ud800"}])
+def test_whatever_a_model_writes_into_a_call_can_be_sent(value):
+    sent = json.loads(dumps(value))
+    assert sent == ({"half": "?"} if "half" in value else value)

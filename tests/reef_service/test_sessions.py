@@ -175,3 +175,37 @@ def test_a_session_stays_on_its_engine(tmp_path, run_async):
 
     engines = run_async(work())
     assert engines[:3] == engines[3:6] == engines[6:]
+
+
+HOOKS = ("kv_evidence", "kv_spans", "swa_anchors")
+
+
+def test_on_hybrid_models_anchors_stand_where_other_prompts_leave_this_one(tmp_path, run_async):
+    def ids(*values):
+        return {"input_ids": list(values), "sampling_params": {"max_new_tokens": 2}}
+
+    async def work():
+        async with gateway_on(tmp_path, engines=1, hooks=HOOKS) as (client, gateway, fakes):
+            api = Api(client, gateway.store)
+            head = range(1, 101)
+            _, one = await api.ask("/generate", ids(*head))
+            said = [*one["prompt_ids"], *one["output_ids"]]
+            await api.ask("/generate", ids(*said, 5, 5, 5))  # goes on behind token 102
+            await api.ask("/generate", ids(*said, 6, 6))  # a branch
+            await api.ask("/generate", ids(*head[:60], 9, 9, 9))  # edited: no turn's continuation
+            await api.ask("/generate", ids(*head, 5), session="")
+            own = ids(*head)
+            own["sampling_params"]["custom_params"] = {"kv_anchors": [3]}
+            await api.ask("/generate", own)
+            return [body["sampling_params"]["custom_params"]["kv_anchors"] for body in fakes[0].bodies]
+
+    assert run_async(work()) == [[99], [102, 104], [102, 103], [60, 62], [100], [3]]
+
+
+def test_a_dense_model_is_told_nothing_of_anchors(tmp_path, run_async):
+    async def work():
+        async with gateway_on(tmp_path, "yes", engines=1) as (client, _, fakes):
+            await client.post("/generate", {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}})
+            return fakes[0].bodies[0]["sampling_params"]
+
+    assert "custom_params" not in run_async(work())

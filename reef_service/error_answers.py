@@ -1,0 +1,36 @@
+"""From what was raised to the answer that a client gets, in its API's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from reef_service.errors import ApiError
+from reef_service.store import StoreError
+
+ANSWERED = (ApiError, RequestValidationError, HTTPException, StoreError)
+
+
+def answer_to(error: Exception, path: str) -> JSONResponse:
+    """The answer to one of ANSWERED."""
+    more: dict[str, str] = {}
+    if isinstance(error, ApiError):
+        told = error
+    elif isinstance(error, RequestValidationError):
+        told = _invalid(error.errors())
+    elif isinstance(error, HTTPException):
+        told, more = ApiError(error.status_code, str(error.detail)), dict(error.headers or {})
+    else:
+        told = ApiError(503, str(error), retry_after=1)
+    return JSONResponse(told.body(path), told.status, headers={**told.headers, **more})
+
+
+def _invalid(faults: Sequence[Any]) -> ApiError:
+    """A body that doesn't fit its schema: the first fault, in one line."""
+    first = faults[0]
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))
+    return ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None)

@@ -1,0 +1,66 @@
+"""The routes that agents ask all day, without FastAPI's layers around them, which take longer than the gateway itself.
+
+FastAPI knows the same functions under the same paths: from there they get into /openapi.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, get_type_hints
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from reef_service.error_answers import ANSWERED, answer_to
+from reef_service.errors import bad_request
+
+Endpoint = Callable[[Any, Request], Awaitable[Response]]
+
+
+class Lane:
+    """The ASGI layer: POST to a path of `routers` whose function is `(body: Model, request) -> Response`."""
+
+    def __init__(self, app: ASGIApp, inner: FastAPI, routers: Iterable[APIRouter]) -> None:
+        self.app, self.inner = app, inner
+        self.routes: dict[str, tuple[type[BaseModel], Endpoint]] = {}
+        for route in (route for router in routers for route in router.routes):
+            if isinstance(route, Route) and "POST" in (route.methods or ()):
+                hints = get_type_hints(route.endpoint)
+                if hints.get("return") is Response:
+                    self.routes[route.path] = hints["body"], route.endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        route = self.routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is None:
+            await self.app(scope, receive, send)
+            return
+        model, endpoint = route
+        scope["app"] = self.inner  # where `request.app` is looked up
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(_parsed(model, await _json_body(request)), request)
+        except ANSWERED as error:
+            response = answer_to(error, scope["path"])
+        except ClientDisconnect:  # before all of its body had come
+            return
+        await response(scope, receive, send)
+
+
+def _parsed(model: type[BaseModel], raw: bytes) -> BaseModel:
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise RequestValidationError(faults) from error
+
+
+async def _json_body(request: Request) -> bytes:
+    """A browser sends other types to any address without asking, so a page could use a gateway on this machine."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise bad_request(f"content-type is {kind!r}; send JSON, as application/json")
+    return await request.body()
