@@ -99,7 +99,8 @@ class _SoFar:
             self.text += common.dumps(piece.text)[1:-1]
         self.ids += comma + common.dumps(delta.ids)[1:-1]
         meta: dict[str, Any] = {"id": self.receipt, "finish_reason": None, "completion_tokens": self.count}
-        parts = [b'{"text":"', self.text, b'","output_ids":[', self.ids, b'],"meta_info":', common.dumps(meta)[:-1]]
+        parts: list[bytes | bytearray] = [b'{"text":"', self.text, b'","output_ids":[', self.ids, b'],"meta_info":']
+        parts.append(common.dumps(meta)[:-1])
         if self.with_logprobs:
             entries = [[logprob, token, None] for logprob, token in zip(delta.logprobs, delta.ids, strict=True)]
             self.logprobs += comma + common.dumps(entries)[1:-1]
