@@ -39,7 +39,7 @@ class ModelTokenizer:
             raise TokenizerError(f"{directory}/tokenizer.json can't be read: {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._hidden = frozenset(i for i, token in added.items() if token.special and token.content not in KEPT_TAGS)
-        self.size = int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        self.size = _embedded(directory) or int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         self.end_ids = self._ends(directory, special.get("eos_token"))
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -63,6 +63,13 @@ class ModelTokenizer:
             named = _read(directory / name).get("eos_token_id") if (directory / name).is_file() else None
             found += named if isinstance(named, list) else [named]
         return tuple(dict.fromkeys(int(i) for i in found if i is not None))
+
+
+def _embedded(directory: Path) -> int | None:
+    """How many token ids the model knows. Often more than its tokenizer does, and it may sample any of them."""
+    config = _read(directory / "config.json")
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 class TextStream:

@@ -17,7 +17,7 @@ from slime_backend.wire import ANCHORS_HOOK
 from tests.reef_service.harness import Client
 from tests.reef_service.test_gateway_engine import gateway_on_fleet
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.soak]  # make test has the gateway on a dense engine
 
 chance = random.Random(5)
 names = (f"h{i}" for i in itertools.count())

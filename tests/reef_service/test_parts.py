@@ -217,6 +217,17 @@ def test_what_a_template_refuses_is_the_clients_fault():
         assert refused.value.status == 400
 
 
+def test_ids_that_only_the_model_knows_are_ids(tokenizer, tmp_path):
+    """Embeddings are padded, so a model may sample what its tokenizer doesn't know, and a client sends it back."""
+    model = make_model(tmp_path / "model")
+    known = tokenizer.size
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": known + 7}))
+    padded = ModelTokenizer(model)
+    assert padded.size == known + 7
+    assert padded.decode([known + 3]) == ""
+
+
 def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
     with pytest.raises(TokenizerError, match=r"tokenizer.json can't be read|no usable tokenizer") as refused:
         ModelTokenizer(tmp_path)
