@@ -37,12 +37,10 @@ class Kind:
         return f"{model}-{self.core}-page{self.page}-{schedule}"
 
 
-KINDS = [
-    Kind(False, "rust", 1, False),
-    Kind(True, "rust", 16, True),
-]
+DENSE = Kind(False, "rust", 1, False)
+KINDS = [Kind(True, "rust", 16, True)]
 if os.environ.get("REEF_ALL_KINDS"):  # an engine each; for a release
-    KINDS += [Kind(False, "python", 16, True), Kind(True, "python", 1, False)]
+    KINDS += [DENSE, Kind(False, "python", 16, True), Kind(True, "python", 1, False)]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import time
 import pytest
 from checks import TOLERANCE, audit_difference, check_form, contexts, decoding, plain_difference, prompt
 from engine_api import Api, Background, Serve
-from scoped import HOOKS, KINDS, RUNNING, Scoped
+from scoped import DENSE, HOOKS, RUNNING, Scoped
 from tiny_models import Reference
 
 from slime_backend.wire import ACTIVE
@@ -209,7 +209,7 @@ def test_negative_control_without_the_hook_the_same_harness_sees_old_prefixes(
     serve: Serve, dense_paths: dict[str, str], dense_reference: Reference
 ) -> None:
     with serve(dense_paths["v0"]) as api:
-        plain = Scoped(KINDS[0], api, dense_paths, dense_reference)
+        plain = Scoped(DENSE, api, dense_paths, dense_reference)
         ids = prompt(600)
         plain.check_first_and_second(ids, "v0")
         plain.publish("v1")
