@@ -11,5 +11,6 @@ layer_env() {
     below=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     # addsitedir, not a bare path: the .pth files of BASE count too (its editable reef-slime, nvidia's packages).
     echo "import site; site.addsitedir('$below')" > "$packages/reef_slime_base.pth"
+    # shellcheck disable=SC2034  # for whoever sources this
     pip=("$base/bin/python" -m pip --python "$env/bin/python")
 }
