@@ -26,22 +26,15 @@ from slime_backend.local_trainer.models import load_model, make_tiny_model
 RANKS = 2
 
 
-class Inner:
-    """An engine whose module is the model itself, so that names are those of the checkpoint."""
-
-    def __init__(self, engine: Any) -> None:
-        self.module = engine.module.model
-        self.zero_optimization_stage = engine.zero_optimization_stage
-
-
 def rank_main(rank: int, folder: str, model: str, how: How, bucket_bytes: int) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store-{how}", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
-    engine = Inner(make_deepspeed_engine(load_model(model), GrpoConfig(), stage=3))
-    found = measure(engine, Path(model), how, bucket_bytes, rank, Path(folder) / how)
+    loaded = load_model(model)
+    engine = make_deepspeed_engine(loaded, GrpoConfig(), stage=3)
+    found = measure(engine, loaded, Path(model), how, bucket_bytes, rank, Path(folder) / how)
     parts: list[Any] = [None] * RANKS
     dist.all_gather_object(parts, found)
     if rank == 0:

@@ -5,7 +5,6 @@ Sizes are small; the demo's own figures come from `make demo`.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.needs import needs_deepspeed
 
 pytestmark = pytest.mark.engine
 
@@ -168,9 +169,7 @@ def test_interrupted_and_resumed(tmp_path, models_dir):
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; make test-deepspeed installs it"
-)
+@needs_deepspeed
 @pytest.mark.parametrize(
     ("stage", "processes", "transport"), [(2, 1, "disk"), (3, 2, "distributed")], ids=["zero2", "zero3"]
 )

@@ -25,7 +25,7 @@ from statistics import median
 from slime_backend.bench.catalog import Say
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
-from slime_backend.bench.rows import BenchError, Row, cost_row, ratio, short, spread, told
+from slime_backend.bench.rows import BenchError, Row, cost_row, keep, ratio, short, spread
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import DEFAULT_HOOKS
 from slime_backend.local_trainer.models import make_tiny_model
@@ -200,7 +200,4 @@ async def bench_attention(say: Say, rows: list[Row], parts: Collection[str] = PA
             for part, measure in measures.items():
                 if part in parts:
                     say(part)
-                    found = await measure()
-                    for row in found:
-                        say(told(row))
-                    rows += found
+                    keep(await measure(), rows, say)

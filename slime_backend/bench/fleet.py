@@ -23,7 +23,7 @@ from statistics import median
 
 from slime_backend.bench.catalog import Say
 from slime_backend.bench.plots import Plot
-from slime_backend.bench.rows import BenchError, Row, Spread, cost_row, ratio, short, spread, told
+from slime_backend.bench.rows import BenchError, Row, Spread, cost_row, keep, ratio, short, spread
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import PrefixSharing, decide
@@ -35,6 +35,7 @@ from slime_backend.simulation.transport import NameTransport
 PARTS = ("growth", "faults")
 SIZES = (1, 4, 16, 64, 256, 1024)
 LATENCY_S = 0.02
+STEP_S = 60.0  # of decoding; there are no requests, and a thousand engines that look for some take the machine
 ROUNDS = 9
 TWICE = 256  # engines that take at most twice as long as one
 HEALTHY = 64
@@ -224,26 +225,22 @@ def fault_row(case: str, well: Sequence[float], found: Sequence[float], goal: st
 async def bench_fleet(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -> None:
     """Add all rows to `rows`. Takes some five minutes. Raises TimeoutError, EngineError or BenchError."""
 
-    def add(found: list[Row]) -> None:
-        for row in found:
-            say(told(row))
-        rows.extend(found)
-
     if "growth" in parts:
         say(f"starting {sum(SIZES)} fake engines")
-        with fake_engines(sum(SIZES), latency_s=LATENCY_S) as urls:
+        with fake_engines(sum(SIZES), latency_s=LATENCY_S, token_s=STEP_S) as urls:
             say("measuring")
-            add(growth_rows(await time_growth(grouped(urls, SIZES), ROUNDS)))
+            keep(growth_rows(await time_growth(grouped(urls, SIZES), ROUNDS)), rows, say)
     if "faults" in parts:
-        with fake_engines(HEALTHY, latency_s=LATENCY_S) as healthy:
+        with fake_engines(HEALTHY, latency_s=LATENCY_S, token_s=STEP_S) as healthy:
             for way in WAYS:
                 found: dict[str, Outcome] = {}
                 for kind in KINDS:
                     say(f"{way}: one {kind.name}")
-                    with fake_engines(FAULT_ROUNDS, latency_s=kind.latency_s, faults=kind.faults) as patients:
+                    latency_s, faults = kind.latency_s, kind.faults
+                    with fake_engines(FAULT_ROUNDS, faults=faults, latency_s=latency_s, token_s=STEP_S) as patients:
                         found[kind.name] = await time_fault(healthy, patients, kind, way, f"{way}-{kind.name}")
                 for kind in KINDS[1:]:
-                    add(fault_rows(kind, way, found["well"], found[kind.name]))
+                    keep(fault_rows(kind, way, found["well"], found[kind.name]), rows, say)
 
 
 def grouped(urls: Sequence[str], sizes: Sequence[int]) -> dict[int, list[str]]:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from slime_backend.bench.catalog import Say
 from slime_backend.bench.engines import running_engines
-from slime_backend.bench.rows import BenchError, Row, told
+from slime_backend.bench.rows import BenchError, Row, keep
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_plugin import HOOK_MODULES
 from slime_backend.local_trainer.models import make_tiny_model
@@ -149,5 +149,4 @@ async def bench_overhead(say: Say, rows: list[Row], parts: Collection[str] = PAR
                     speeds = await measure(engine, batch, rounds, rng)
                     both = [(a + b) / 2 for a, b in zip(speeds[OFF], speeds[AGAIN], strict=True)]
                     for side, peer in ((ON, both), (AGAIN, speeds[OFF])):
-                        rows.append(row(name, batch, side, Comparison.of(peer, speeds[side])))
-                        say(told(rows[-1]))
+                        keep([row(name, batch, side, Comparison.of(peer, speeds[side]))], rows, say)

@@ -28,7 +28,7 @@ from typing import Any
 from slime_backend.bench.catalog import Say
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
-from slime_backend.bench.rows import BenchError, Row, cost_row, told
+from slime_backend.bench.rows import BenchError, Row, cost_row, keep
 from slime_backend.bench.slime_sequence import Stop, slime_sequence
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import DEFAULT_HOOKS
@@ -249,11 +249,6 @@ async def bench_publish(say: Say, rows: list[Row], parts: Collection[str] = PART
     As many engines as there is memory for. Raises EngineStartError, EngineError or BenchError.
     """
 
-    def add(found: list[Row]) -> None:
-        for row in found:
-            say(told(row))
-        rows.extend(found)
-
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
         model = make_tiny_model(Path(folder) / "tiny")
         if "load" in parts:
@@ -262,9 +257,9 @@ async def bench_publish(say: Say, rows: list[Row], parts: Collection[str] = PART
                 for in_flight in IN_FLIGHT:
                     say(f"{in_flight} in flight")
                     found, where = await in_turns(clients, in_flight, ROUNDS), f"1 engine, {in_flight} in flight"
-                    add([*barrier_rows(found, where), *resumed_rows(found, where)])
+                    keep([*barrier_rows(found, where), *resumed_rows(found, where)], rows, say)
                     if in_flight == USUAL:
-                        add(split_rows(found, where))
+                        keep(split_rows(found, where), rows, say)
         for count in (count for part, counts in ENGINES.items() if part in parts for count in counts):
             if count > fit_in_memory():
                 say(f"{count} engines need {count * ENGINE_GIB:g} GiB of free memory, which this machine has not")
@@ -273,4 +268,4 @@ async def bench_publish(say: Say, rows: list[Row], parts: Collection[str] = PART
             async with engines_on(model, Path(folder), count) as clients:
                 found = await in_turns(clients, USUAL, ENGINE_ROUNDS)
                 where = f"{count} engine{'s' * (count > 1)} together, {USUAL} in flight on each"
-                add([*barrier_rows(found, where), *resumed_rows(found, where)])
+                keep([*barrier_rows(found, where), *resumed_rows(found, where)], rows, say)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,6 +82,13 @@ def told(row: Row) -> str:
     """One line, for while the rest is measured."""
     times = "" if row.ratio is None else f", ratio {row.ratio}"
     return f"{row.case}: peer {row.peer}, ours {row.ours}{times} ({'holds' if row.holds else 'MISSED'}: {row.goal})"
+
+
+def keep(found: Sequence[Row], rows: list[Row], say: Callable[[str], None]) -> None:
+    """Add what was found to the bench's rows, and say it."""
+    for row in found:
+        rows.append(row)
+        say(told(row))
 
 
 def row_json(row: Row) -> dict[str, Any]:

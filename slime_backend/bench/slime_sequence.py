@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_backend.bench.rows import BenchError
@@ -18,8 +18,6 @@ from slime_backend.engine_client import EngineClient, EngineRefused
 
 FLUSH_RETRY_S = 1.0
 FLUSH_TRIES = 60
-
-Load = Callable[[EngineClient], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +28,12 @@ class Stop:
     resumed_ms: float
 
 
-async def no_load(client: EngineClient) -> None:
-    """For a bench of the standstill without the bytes."""
-
-
-async def slime_sequence(clients: Sequence[EngineClient], load: Load = no_load) -> Stop:
-    """Pause, flush, `load`, resume, each on all engines at once. Raises BenchError, EngineError."""
+async def slime_sequence(clients: Sequence[EngineClient]) -> Stop:
+    """Pause, flush, resume, each on all engines at once; no bytes. Raises BenchError, EngineError."""
     started = time.perf_counter()
     await asyncio.gather(*(client.pause("abort") for client in clients))
     await asyncio.gather(*(_flush(client) for client in clients))
     flushed = time.perf_counter()
-    await asyncio.gather(*(load(client) for client in clients))
     await asyncio.gather(*(client.resume() for client in clients))
     return Stop(1000 * (flushed - started), 1000 * (time.perf_counter() - started))
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from slime_backend.bench.catalog import Say
 from slime_backend.bench.engines import running_engines
-from slime_backend.bench.rows import BenchError, Row, ratio, told
+from slime_backend.bench.rows import BenchError, Row, keep, ratio
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_plugin.anchor_plan import grid
 from slime_backend.engine_process import DEFAULT_HOOKS
@@ -312,9 +312,7 @@ async def bench_swa(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -
             say(f"starting two engines: {name}")
             async with running_pair(model, Path(folder), name, **settings) as pair:
                 measured = await measure(pair, prompts, say)
-            for row in measured:
-                say(told(row))
-            rows += measured
+            keep(measured, rows, say)
 
 
 def pool(full: int, sliding: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fake engines in a process of their own, so that what is timed is the controller and not them."""
+"""Fake engines in a process of their own, so that they take no time of whoever is measured or tested."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 from slime_backend import event_loop
 from slime_backend.simulation.fake_engine import FakeEngine, Fault
@@ -18,16 +19,16 @@ END_S = 10.0
 
 @contextmanager
 def fake_engines(
-    count: int, *, latency_s: float = 0.0, token_s: float = 60.0, faults: Mapping[str, Sequence[Fault]] | None = None
+    count: int, *, faults: Mapping[str, Sequence[Fault]] | None = None, **options: Any
 ) -> Iterator[list[str]]:
-    """The URLs of `count` fake engines that answer each call after `latency_s`; ended with the block.
+    """The URLs of `count` fake engines, ended with the block. `options`: FakeEngine's, of a kind that can be pickled.
 
     `faults`: path -> what happens to its next calls, on each of them. The process ends by itself when this one does.
     Raises TimeoutError if they don't listen within two minutes.
     """
     context = multiprocessing.get_context("spawn")  # a fork would take this process's event loop along
     ours, theirs = context.Pipe()
-    server = context.Process(target=_serve, args=(count, latency_s, token_s, dict(faults or {}), theirs), daemon=True)
+    server = context.Process(target=_serve, args=(count, dict(faults or {}), options, theirs), daemon=True)
     server.start()
     theirs.close()  # so that the other side reads end-of-file when ours is gone
     try:
@@ -42,13 +43,11 @@ def fake_engines(
             server.join()
 
 
-def _serve(
-    count: int, latency_s: float, token_s: float, faults: Mapping[str, Sequence[Fault]], parent: Connection
-) -> None:
+def _serve(count: int, faults: Mapping[str, Sequence[Fault]], options: Mapping[str, Any], parent: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C belongs to the parent, which ends us
 
     async def run() -> None:
-        engines = [FakeEngine(latency_s=latency_s, token_s=token_s) for _ in range(count)]
+        engines = [FakeEngine(**options) for _ in range(count)]
         for engine in engines:
             for path, kinds in faults.items():
                 engine.faults[path] = list(kinds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepBatch, grpo_step, make_optimizer
 from slime_backend.local_trainer.models import load_model
+from tests.needs import needs_deepspeed
 from tests.weight_sources.ranks import run_cases
 
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; make test-deepspeed installs it"
-)
 SILENT = 2  # the step without any signal
 STEPS = "tests.local_trainer.deepspeed_ranks:steps"
 CONFIG = GrpoConfig(learning_rate=1e-3, micro_batch=2, ratio_bound=1e9)

@@ -4,7 +4,6 @@ that is killed. Engines and publications are faked here; tests/test_run_engine.p
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,10 +14,8 @@ import pytest
 from slime_backend.config import ConfigError, make_config
 from slime_backend.local_trainer.models import load_model
 from slime_backend.runs import RunError
+from tests.needs import needs_deepspeed
 
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; make test-deepspeed installs it"
-)
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "disjoint_prefix_sharing": "retract",

@@ -19,6 +19,7 @@ from tests.reef_service.test_gateway_engine import gateway_on_fleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]  # make test has the gateway on a dense engine
 
+NO_MARKS = {str(token): -100.0 for token in range(256, 264)}  # all tokens that aren't bytes
 chance = random.Random(5)
 names = (f"h{i}" for i in itertools.count())
 
@@ -49,7 +50,8 @@ class Session:
 
     async def ask(self, ids):
         """All tokens after the answer, and how many of the prompt were found in the cache."""
-        sampling = {"max_new_tokens": 40, "ignore_eos": True}
+        # A message mark in the answer would be a boundary that the engine finds by itself.
+        sampling = {"max_new_tokens": 40, "ignore_eos": True, "logit_bias": NO_MARKS}
         if not self.anchored:
             sampling["custom_params"] = {"kv_anchors": []}
         body = {"input_ids": ids, "sampling_params": sampling}

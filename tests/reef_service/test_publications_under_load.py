@@ -15,7 +15,7 @@ from collections import Counter
 
 import pytest
 
-from slime_backend.simulation.fake_process import fake_engines
+from slime_backend.simulation.fleet_process import fake_engines
 from tests.reef_service.gateway_process import GatewayProcess
 from tests.reef_service.harness import Client
 from tests.reef_service.test_faults import checkpoint

@@ -8,7 +8,6 @@ is one version behind, and the trainer's own measure shows it.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import re
 
 import pytest
@@ -17,11 +16,6 @@ from slime_backend.engine_client import EngineClient, EngineError
 from tests.slime.jobs import JOB, job_flags, run_job
 
 pytestmark = [pytest.mark.slime, pytest.mark.slow, pytest.mark.timeout(900)]
-
-NEEDED = ("fastapi", "sqlalchemy", "orjson", "jinja2", "prometheus_client")
-MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-if MISSING:
-    pytest.skip(f"{', '.join(MISSING)} not installed; pip install 'reef-slime[service]'", allow_module_level=True)
 
 GROUPS, SIZE = int(JOB["--rollout-batch-size"]), int(JOB["--n-samples-per-prompt"])
 SAME_WEIGHTS = 1e-3

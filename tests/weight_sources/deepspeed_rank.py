@@ -67,7 +67,8 @@ def publish(rank: int, folder: Path, *, checkpoint: str, stage: int, dtype: str 
 
 
 def memory(rank: int, folder: Path, *, checkpoint: str, how: Any, bucket_bytes: int) -> dict[str, int]:
-    return measure(make_engine(checkpoint, 3), Path(checkpoint), how, bucket_bytes, rank, folder)
+    engine = make_engine(checkpoint, 3)
+    return measure(engine, engine.module, Path(checkpoint), how, bucket_bytes, rank, folder)
 
 
 def publish_to_engine(

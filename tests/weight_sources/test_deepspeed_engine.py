@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.local_trainer.models import load_model
 from tests.helpers import DEADLINES, difference, load, reference, versions
+from tests.needs import needs_deepspeed
 from tests.weight_sources.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.soak,
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None,
-        reason="deepspeed is not installed; make test-deepspeed installs it",
-    ),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.soak, needs_deepspeed]
 PUBLISH = "tests.weight_sources.deepspeed_rank:publish_to_engine"
 
 

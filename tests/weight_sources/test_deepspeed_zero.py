@@ -6,7 +6,6 @@ On real DeepSpeed, one and two processes, gloo. Not here: GPUs, offloading (its 
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import pytest
 import torch
@@ -14,11 +13,10 @@ from safetensors.torch import load_file
 
 from slime_backend.bench.gathering import HOWS
 from slime_backend.local_trainer.models import load_model, make_tiny_model
+from tests.needs import needs_deepspeed
 from tests.weight_sources.ranks import run_cases
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed; make test-deepspeed installs it"
-)
+pytestmark = needs_deepspeed
 RANK = "tests.weight_sources.deepspeed_rank:"
 SLACK = 64 << 10  # small tensors of torch's and DeepSpeed's own
 
