@@ -10,7 +10,6 @@ Blocking, standard library only: it runs inside trainers.
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import urllib.error
@@ -30,6 +29,11 @@ class GatewayError(RuntimeError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def away(self) -> bool:
+        """Whether asking again may help: no answer, or one of a gateway in trouble."""
+        return self.status is None or self.status >= 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +102,25 @@ class BatchClient:
         return Batch(data["lease"], data["ends_at"], data["version"], samples)
 
     def wait(self, lease: str, enough: Callable[[Batch], bool], *, deadline_s: float, **wish: Any) -> Batch:
-        """`next` until `enough`; what was given and isn't enough is given back before asking again.
+        """`next` until `enough`; what was given and isn't enough is given back before asking again. A gateway that is
+        away, or not up yet, is waited for as well.
 
         Raises GatewayError at the deadline.
         """
         until, wait = time.monotonic() + deadline_s, WAIT_S
-        for attempt in itertools.count():
-            try:  # a lease that was given back is over, so each try has a name of its own
+        attempt = 0  # a lease that was given back is over, so the next try has a name of its own
+        while True:
+            try:
                 batch = self.next(f"{lease}.{attempt}" if attempt else lease, **wish)
             except GatewayError as error:
-                if error.status != LEASE_GONE:
+                if error.status == LEASE_GONE:
+                    attempt += 1
+                elif not error.away or time.monotonic() > until:
                     raise
                 continue
             if enough(batch):
                 return batch
+            attempt += 1
             if batch.lease is not None:
                 self.release(batch.lease)
             if time.monotonic() + wait > until:
@@ -140,7 +149,7 @@ class BatchClient:
             try:
                 return self._once(method, path, None, self.timeout_s)
             except GatewayError as error:
-                if attempt == TRIES or (error.status is not None and error.status < 500):
+                if attempt == TRIES or not error.away:
                     raise
             time.sleep(wait)
             wait = min(2 * wait, MAX_WAIT_S)

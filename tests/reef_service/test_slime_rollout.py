@@ -126,6 +126,25 @@ def test_a_gateway_that_is_away_is_one_line(monkeypatch):
         BatchClient("http://127.0.0.1:9").next("x", limit=1)
 
 
+def test_a_trainer_waits_for_a_gateway_that_is_not_up_yet(tmp_path, run_async, slime, monkeypatch):
+    """A job may start before its gateway; the control is a deadline that ends before the gateway is there."""
+    monkeypatch.setattr("reef_service.client.TRIES", 1)
+    away = BatchClient("http://127.0.0.1:9")
+    with pytest.raises(GatewayError, match="refused"):
+        away.wait("x", bool, deadline_s=0.2, limit=1)
+    asked = []
+
+    def once(self, *args):
+        asked.append(args)
+        if len(asked) <= 20:
+            raise GatewayError("refused")
+        return {"lease": "x", "ends_at": 0.0, "version": "1", "samples": []}
+
+    monkeypatch.setattr(BatchClient, "_once", once)
+    assert away.wait("x", lambda batch: True, deadline_s=30, limit=1).lease == "x"
+    assert len({args[1] for args in asked}) == 1  # under one name: what an answer that was lost gave is given again
+
+
 @pytest.mark.slime
 def test_slimes_own_classes_take_it(monkeypatch):
     source = os.environ.get("SLIME_SRC")
