@@ -67,7 +67,7 @@ def _measure(entry: Bench, part: str | None, as_json: bool, folder: Path | None)
     from slime_backend.bench.rows import Row, print_rows, to_json
 
     if folder is not None:
-        pages.read(folder, entry)  # a folder that can't be used is refused now, not after minutes
+        pages.prepare(folder, entry)  # what can't be used is refused now, not after minutes
     rows: list[Row] = []
     early: BaseException | None = None
     clock = pages.Clock()

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -117,7 +118,7 @@ def write(folder: Path, bench: Bench, run: Run) -> Path:
     Plots need matplotlib (`plots.can_draw`); without it the page has none. Raises BenchError where the folder holds
     something else, OSError where it can't be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder, bench)
     runs = [] if run.part is None else [old for old in read(folder, bench) if old.part not in (None, run.part)]
     runs = sorted([*runs, run], key=lambda r: bench.parts.index(r.part) if r.part in bench.parts else 0)
     data = {"bench": bench.name, "runs": [r.to_json() for r in runs]}
@@ -125,6 +126,19 @@ def write(folder: Path, bench: Bench, run: Run) -> Path:
     page = _write_page(folder, bench, runs)
     (folder / "README.md").write_text(index(folder))
     return page
+
+
+def prepare(folder: Path, bench: Bench) -> None:
+    """Make the folder, before minutes are spent on what goes into it. Raises BenchError where it can't be used."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BenchError(
+            f"{folder} can't be written to ({error.strerror}); choose another folder for --write"
+        ) from error
+    read(folder, bench)
 
 
 def rewrite(folder: Path) -> None:

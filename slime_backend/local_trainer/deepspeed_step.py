@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,8 @@ def deepspeed(device: str) -> Any:
         raise RunError(f"trainer=deepspeed: {error}; run: pip install 'reef-slime[deepspeed]'") from error
     # For inference only, and a minute of compiling where it isn't switched off (deepspeed/comm/torch.py, build_shm_op).
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # At every step: it calls torch's collectives by names that torch 2.14 would like others for.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     return deepspeed
 
 

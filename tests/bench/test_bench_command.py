@@ -88,6 +88,19 @@ def test_a_page_is_written_also_where_a_goal_is_missed(bench: Bench, replace: An
     assert f"`reef-slime bench {bench.name}`" in page
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(
+    bench: Bench, replace: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    replace(bench, ROW)
+    monkeypatch.setattr("sys.argv", ["reef-slime", "bench", bench.name, "--write", "/proc/nowhere"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "/proc/nowhere can't be written to" in said
+    assert "starting" not in said
+
+
 def test_a_folder_that_holds_something_else_is_refused_before_anything_is_measured(
     bench: Bench, replace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
