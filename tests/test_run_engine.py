@@ -79,8 +79,8 @@ def test_the_main_job_scoped(tmp_path, models_dir):
     """
     settings = (*SMALL, "name=scoped", "disjoint_prefix_sharing=scoped", "engines=1", "wandb=disabled")
     settings = (*settings, "staleness=mask_tokens", "max_version_lag=0", "rollouts_segment_mib=0.2")
-    settings = (*settings, "audit_beside=true")
-    done = finish(command("cpu_tiny.yaml", tmp_path, models_dir, *settings, "audit_rollouts=60"))
+    settings = (*settings, "audit_beside=true", "audit_rollouts=100")  # 86 find one contaminated in 20 of these
+    done = finish(command("cpu_tiny.yaml", tmp_path, models_dir, *settings))
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "scoped" / "summary.json").read_text())
     assert (summary["sweeps_verified"], summary["flushes_verified"], summary["requests_retracted"]) == (4, 0, 0)

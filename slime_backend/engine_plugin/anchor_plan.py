@@ -99,7 +99,9 @@ class Planner:
             told = hint(custom_params)
         except AnchorError:
             told = []  # the HTTP process refuses it; a request that came another way must not end the scheduler
-        found = [position for position in boundaries(ids, self.marks) if position >= MIN_BOUNDARY]
+        found = []
+        if len(ids) > MIN_BOUNDARY:
+            found = [position for position in boundaries(ids, self.marks) if position >= MIN_BOUNDARY]
         if len(found) > FIRST_BOUNDARIES + LAST_BOUNDARIES:
             found = found[:FIRST_BOUNDARIES] + found[-LAST_BOUNDARIES:]
         wanted = (*told, *found, *grid(len(ids), self.grid_limit))

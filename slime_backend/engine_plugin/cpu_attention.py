@@ -14,6 +14,7 @@ not plain causal self-attention (cross attention, encoders, speculative batches)
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ HOOK = "cpu_attention"
 BACKEND = "torch_native"
 # Queries per block of a prefill: bounds the mask to 256 x context and lets a sliding layer skip keys before its window.
 QUERY_BLOCK = 256
+# Keys of a decode batch that are gathered at once: they stay in the processor's cache, and allocations this small are
+# reused by malloc, where larger ones go back to the system and cost a page fault per 4 KiB each time.
+GATHER_BYTES = 2**20
 
 Tensor = torch.Tensor
 
@@ -61,6 +65,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, l
     if bias is not None:
         logits = logits + bias
     return torch.matmul(logits.softmax(-1), v.float()).to(q.dtype)
+
+
+def in_parts(counts: Sequence[int], most_keys: int) -> list[list[int]]:
+    """Requests in groups for one kernel call each: `counts` of one power of two, so that padding at most doubles the
+    work, and at most `most_keys` keys together, or one request."""
+    buckets: dict[int, list[int]] = {}
+    for request, count in enumerate(counts):
+        buckets.setdefault(count.bit_length(), []).append(request)
+    parts = []
+    for members in buckets.values():
+        size = max(1, most_keys // max(counts[request] for request in members))
+        parts += [members[start : start + size] for start in range(0, len(members), size)]
+    return parts
 
 
 @functools.cache
@@ -117,13 +134,15 @@ def backend_class() -> type:
             """Additive causal (and window) mask for queries first .. first+count, repeated for each head of a group."""
             key = (first, count, key_start, window, groups, dtype)
             if key not in self._biases:
+                start = first if window is None else key_start  # without a window, all keys before are seen
                 query = torch.arange(first, first + count).unsqueeze(1)
-                position = torch.arange(key_start, first + count).unsqueeze(0)
+                position = torch.arange(start, first + count).unsqueeze(0)
                 seen = position <= query
                 if window is not None:
                     seen &= position >= query - window
-                bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-                self._biases[key] = bias.repeat(groups, 1)
+                bias = torch.zeros(groups, count, first + count - key_start, dtype=dtype)
+                bias[..., start - key_start :].masked_fill_(~seen, float("-inf"))
+                self._biases[key] = bias.flatten(0, 1)
             return self._biases[key]
 
         def forward_extend(
@@ -145,9 +164,14 @@ def backend_class() -> type:
                 if extend == 0:
                     continue
                 oldest = 0 if window is None else max(0, prefix - window)
-                slots = self._slots_of(request, oldest, in_swa_pool)
-                key_all = keys[slots].to(q.dtype).transpose(0, 1)[None]  # [1, K, N, D]
-                value_all = values[slots].to(q.dtype).transpose(0, 1)[None]
+                if prefix == 0 and k is not None and v is not None and keys.dtype == k.dtype:
+                    # What the pool holds, without a way through it.
+                    key_all = k.view(-1, kv_heads, dim)[base : base + extend]
+                    value_all = v.view(-1, kv_heads, v_dim)[base : base + extend]
+                else:
+                    slots = self._slots_of(request, oldest, in_swa_pool)
+                    key_all, value_all = keys[slots].to(q.dtype), values[slots].to(q.dtype)
+                key_all, value_all = key_all.transpose(0, 1)[None], value_all.transpose(0, 1)[None]  # [1, K, N, D]
                 if prefix == 0 and window is None and cap <= 0:
                     # The causal kernel skips the upper triangle by itself, which no mask makes it do.
                     block = scaled_dot_product_attention(
@@ -185,34 +209,31 @@ def backend_class() -> type:
             output[base:] = 0  # rows that only pad the batch
             return output.view(-1, heads * v_dim)
 
-        def _groups_for(self, in_swa_pool: bool, window: int | None, heads_per_key: int, dtype: Any) -> list[Any]:
-            """Decode batch as groups of (request indices, slots [B * N], bias or None).
-
-            Requests are grouped by the power of two of their key count, so that padding at most doubles the work.
-            """
-            key = (in_swa_pool, window, heads_per_key, dtype)
+        def _groups_for(
+            self, in_swa_pool: bool, window: int | None, heads_per_key: int, dtype: Any, most_keys: int
+        ) -> list[Any]:
+            """Decode batch as groups (`in_parts`) of (request indices, slots [B * N], bias or None)."""
+            key = (in_swa_pool, window, heads_per_key, dtype, most_keys)
             if key in self._decode_groups:
                 return self._decode_groups[key]
-            buckets: dict[int, list[tuple[int, Tensor]]] = {}
-            for request, length in enumerate(self._lengths):
-                oldest = 0 if window is None else max(0, length - 1 - window)
-                slots = self._slots_of(request, oldest, in_swa_pool)
-                buckets.setdefault(slots.numel().bit_length(), []).append((request, slots))
+            starts = [0 if window is None else max(0, length - 1 - window) for length in self._lengths]
+            counts = [length - start for length, start in zip(self._lengths, starts, strict=True)]
             groups = []
-            for members in buckets.values():
-                counts = [slots.numel() for _, slots in members]
-                widest = max(counts)
-                padded = torch.zeros(len(members), widest, dtype=torch.long)  # slot 0 is SGLang's own padding slot
+            for members in in_parts(counts, most_keys):
+                widest = max(counts[request] for request in members)
+                inside = torch.arange(widest) < torch.tensor([[counts[request]] for request in members])
+                at = torch.arange(widest) + torch.tensor([[starts[request]] for request in members])
+                rows = torch.tensor([[self._rows[request]] for request in members])
+                # Slot 0 is SGLang's own padding slot.
+                table = self.req_to_token_pool.req_to_token
+                slots = table[rows, at.clamp_(max=table.shape[1] - 1)].long().masked_fill_(~inside, 0)
+                if in_swa_pool:
+                    slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots).long()
                 bias = None
-                if min(counts) != widest:
-                    bias = torch.zeros(len(members), 1, 1, widest, dtype=dtype)
-                for index, (_, slots) in enumerate(members):
-                    padded[index, : counts[index]] = slots
-                    if bias is not None:
-                        bias[index, ..., counts[index] :] = float("-inf")
-                if bias is not None:
-                    bias = bias.expand(-1, 1, heads_per_key, -1)  # the fused kernel wants a full query axis
-                groups.append((torch.tensor([request for request, _ in members]), padded.view(-1), bias))
+                if min(counts[request] for request in members) != widest:
+                    bias = torch.zeros(inside.shape, dtype=dtype).masked_fill_(~inside, float("-inf"))
+                    bias = bias[:, None, None].expand(-1, 1, heads_per_key, -1)  # the fused kernel wants all queries
+                groups.append((torch.tensor(members), slots.view(-1), bias))
             self._decode_groups[key] = groups
             return groups
 
@@ -229,7 +250,8 @@ def backend_class() -> type:
             values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
             query = q.reshape(-1, kv_heads, per_key, dim)
             output = query.new_empty(query.shape[0], kv_heads, per_key, v_dim)
-            for members, slots, bias in self._groups_for(*self._pool_of(layer), per_key, q.dtype):
+            most_keys = GATHER_BYTES // (kv_heads * dim * keys.element_size())
+            for members, slots, bias in self._groups_for(*self._pool_of(layer), per_key, q.dtype, most_keys):
                 size = members.numel()
                 key = keys.index_select(0, slots).view(size, -1, kv_heads, dim).to(q.dtype).transpose(1, 2)
                 value = values.index_select(0, slots).view(size, -1, kv_heads, v_dim).to(q.dtype).transpose(1, 2)

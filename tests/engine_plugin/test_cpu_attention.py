@@ -160,6 +160,22 @@ def test_prefill_prefix_hit_mixed_batch_and_decode(layer: Layer, dtype: str, pag
         assert (got.double() - expected).abs().max() < tolerance
 
 
+def test_a_decode_batch_gathered_in_parts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime_backend.engine_plugin import cpu_attention
+
+    most_keys = 130
+    monkeypatch.setattr(cpu_attention, "GATHER_BYTES", most_keys * KV_HEADS * DIM * 4)
+    scene = Scene(torch.float32)
+    scene.run(layer, {1: 64, 2: 100, 3: 90, 4: 127, 5: 200, 6: 9}, decode=False)
+    got, expected = scene.run(layer, dict.fromkeys(range(1, 7), 1), decode=True)
+    assert (got.double() - expected).abs().max() < 2e-6
+    (groups,) = scene.backend._decode_groups.values()
+    sizes = [members.numel() for members, _, _ in groups]
+    assert sum(sizes) == 6
+    assert all(size == 1 or slots.numel() <= most_keys for size, (_, slots, _) in zip(sizes, groups, strict=True))
+    assert len(groups) == (4 if layer.sliding_window_size > 0 else 6)
+
+
 def test_request_without_new_tokens_empty_batch_and_padding_rows() -> None:
     scene = Scene(torch.float32)
     scene.run(Layer(), {1: 10, 2: 20}, decode=False)

@@ -24,7 +24,7 @@ def checkpoint(tmp_path: Path, name: str) -> str:
 async def read_stream(reader):
     """The JSON of every event, and whether [DONE] came."""
     raw = (await reader.read()).decode()
-    data = [line[6:] for line in raw.splitlines() if line.startswith("data: ")]
+    data = [line[6:] for line in raw.split("\n") if line.startswith("data: ")]
     return [json.loads(d) for d in data if d != "[DONE]"], "[DONE]" in data
 
 

@@ -57,7 +57,7 @@ async def stream_without_end(client, number, until, seen):
         reader, writer = await client.send("POST", "/generate", body, x_reef_session=f"c{number}-{turn}")
         raw = (await reader.read()).decode()
         writer.close()
-        data = [line[6:] for line in raw.splitlines() if line.startswith("data: ")]
+        data = [line[6:] for line in raw.split("\n") if line.startswith("data: ")]
         if " 200 " not in raw.split("\r\n", 1)[0] + " " or not data or data[-1] != "[DONE]":
             seen.errors.append(raw[-300:])
             continue
