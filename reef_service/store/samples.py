@@ -105,9 +105,10 @@ def read_turn(connection: Connection, receipt: str) -> dict[str, Any] | None:
     if row is None:
         return None
     plain = {k: v for k, v in row.items() if k not in ("prompt_ids", "output_ids", "logprobs", "provenance")}
-    record = record_of(row).to_json()
+    record = record_of(row)
+    data = {**record.to_json(), "segments": [segment.to_json() for segment in record.segments]}  # each context whole
     extra = ("prompt_ids", "output_ids", "logprobs", "spans", "segments", "prefills")
-    return {**plain, **{k: record[k] for k in extra}}
+    return {**plain, **{k: data[k] for k in extra}}
 
 
 def read_counts(connection: Connection) -> dict[str, Any]:

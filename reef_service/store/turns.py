@@ -12,7 +12,8 @@ from reef_service.store.packing import pack_floats, pack_ids, unpack_floats, unp
 from reef_service.store.schema import publications, trajectories, turns
 from slime_backend.provenance.classes import CLASSES
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.wire import KvSegment, Prefill, Span
+from slime_backend.provenance.stored_segments import read_segments
+from slime_backend.wire import Prefill, Span
 
 TurnState = Literal[
     "complete",  # the client has the answer and every token's provenance is known
@@ -200,7 +201,7 @@ def record_of(row: RowMapping, *, group: str = "", reward: float = 0.0) -> Rollo
         reward=reward,
         finish_reason=row["finish_reason"],
         spans=tuple(Span.from_json(s) for s in provenance["spans"]),
-        segments=tuple(KvSegment.from_json(s) for s in provenance["segments"]),
+        segments=read_segments(provenance["segments"]),
         prefills=tuple(Prefill.from_json(p) for p in provenance["prefills"]),
         submitted_at=row["submitted_at"],
         finished_at=row["finished_at"],

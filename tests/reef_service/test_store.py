@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from reef_service.store import LeaseGone, ReportConflict, StoreError, UnknownLease, UnknownReceipts, open_store
 from reef_service.store.leases import Wish
 from reef_service.store.reports import Report
+from slime_backend.wire import KvSegment, Span
 from tests.reef_service.examples import turn
 
 
@@ -37,6 +39,28 @@ def test_a_turn_comes_back_as_it_was(store, run_async):
     assert nothing is None
     (record,) = store.records()
     assert record.to_json() == {**given.record.to_json(), "group": "s"}
+
+
+def test_contexts_of_a_turn_that_carried_its_kv_come_back_whole(store, run_async):
+    """What its segments' contexts begin with alike is stored once."""
+    given = turn("a", prompt=(1, 2, 3), output=(5, 6, 7, 8))
+    segments = (
+        KvSegment(0, 2, "v0", (Span("v0", 0, 4),)),
+        KvSegment(2, 3, "v1", (Span("v0", 0, 4), Span("v1", 4, 5))),
+        KvSegment(3, 4, "v2", (Span("v0", 0, 4), Span("v1", 4, 5), Span("v2", 5, 6))),
+    )
+    spans = (Span("v0", 0, 2), Span("v1", 2, 3), Span("v2", 3, 4))
+    given = replace(given, record=replace(given.record, segments=segments, spans=spans))
+
+    async def work():
+        await store.add_turn(given)
+        return await store.turn("a")
+
+    found = run_async(work())
+    assert found["class"] == "carried"
+    assert found["segments"] == [segment.to_json() for segment in segments]
+    (record,) = store.records()
+    assert record.segments == segments
 
 
 def test_it_is_there_after_reopening_and_nobody_else_may_open_it(store_url, run_async):
