@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slime, pytest.mark.slow, pytest.mark.timeout(900)]
 
 GROUPS, SIZE = int(JOB["--rollout-batch-size"]), int(JOB["--n-samples-per-prompt"])
 SAME_WEIGHTS = 1e-3
-ENGINE = re.compile(r"Launch HttpServerEngineAdapter at: (\S+:\d+)")
+ENGINE = re.compile(r"Ports for engine 0: \{'host': '([^']+)', 'port': (\d+)")
 
 
 async def engine_at(log, job):
@@ -27,7 +27,7 @@ async def engine_at(log, job):
     while not job.done():
         found = ENGINE.search(log.read_text(errors="replace")) if log.is_file() else None
         if found:
-            return f"http://{found[1]}"
+            return f"http://{found[1]}:{found[2]}"
         await asyncio.sleep(0.5)
     raise AssertionError(job.result().tail())
 
