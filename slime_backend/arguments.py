@@ -24,7 +24,8 @@ def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help=(
             "off (default): in-flight requests keep their KV across a publication, the radix cache is off; "
             "retract (bare flag): requests share prefixes, a publication retracts in-flight requests and flushes; "
-            "scoped: requests share prefixes inside one weight version and keep their KV across a publication"
+            "scoped: requests share prefixes inside one weight version and keep their KV across a publication; "
+            "auto: one of these, by the planner, which says why (docs/planner.md)"
         ),
     )
     group.add_argument(
@@ -89,10 +90,17 @@ def configure_sglang_runtime(args: Any) -> Policy:
 
     Reads `args.colocate` (slime's flag; absent means disjoint), `args.disjoint_prefix_sharing` and, as an override to
     be checked, `args.sglang_disable_radix_cache`. Writes `args.sglang_disable_radix_cache` (bool),
-    `args.pause_generation_mode` (SGLang's word) and `args.reef_policy`.
+    `args.pause_generation_mode` (SGLang's word) and `args.reef_policy`. Where the sharing is `auto` it also writes what
+    the planner took to `args.disjoint_prefix_sharing`, and why to `args.reef_sharing_reason`.
 
     Raises PolicyError where an override would share entries that can't be scoped.
     """
+    if getattr(args, "disjoint_prefix_sharing", None) == "auto":
+        from slime_backend.planner.at_start import choose
+        from slime_backend.planner.slime_args import start_facts
+
+        choice = choose(start_facts(args))
+        args.disjoint_prefix_sharing, args.reef_sharing_reason = choice.sharing, choice.why
     policy = decide(
         "colocated" if getattr(args, "colocate", False) else "disjoint",
         getattr(args, "disjoint_prefix_sharing", "off"),

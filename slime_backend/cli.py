@@ -1,4 +1,4 @@
-"""`reef-slime`: train, up, serve, audit, rollouts, report, publish, doctor, bench.
+"""`reef-slime`: train, up, serve, audit, rollouts, report, publish, doctor, plan, bench.
 
 Exit codes: 0 done, 1 something failed (or an audit found a violation), 2 the command or its configuration is wrong,
 130 interrupted. Every failure is one line on standard error. Heavy imports happen inside the commands,
@@ -20,6 +20,7 @@ import typer
 
 from slime_backend import __version__, event_loop
 from slime_backend.cli_bench import bench
+from slime_backend.cli_plan import plan
 from slime_backend.config import ConfigError, RunConfig, load_config
 from slime_backend.kv_holders import NAMES as HOLDER_NAMES
 from slime_backend.policy import decide
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 
 app.add_typer(bench, name="bench")
+app.command("plan")(plan)
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, e.g. configs/cpu_tiny.yaml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a config key")]
@@ -74,7 +76,7 @@ def train(
     """Asynchronous GRPO on this machine: a local trainer, live engines, a publication at every step, an audit."""
     flags = {"max_version_lag": max_version_lag, "staleness": staleness}
     given = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    settings = _load(config, [*(overrides or ()), *given])
+    settings = _load(config, [*(overrides or ()), *given], trains=True)
     from slime_backend.local_trainer.console import console_reporter, print_summary
     from slime_backend.local_trainer.loop import choose_run_dir
     from slime_backend.local_trainer.loop import train as run
@@ -288,8 +290,13 @@ def _holders(names: list[str] | None) -> frozenset[str]:
     return frozenset(names or ())
 
 
-def _load(path: Path, overrides: list[str] | None) -> RunConfig:
-    settings = load_config(path, overrides or ())
+def _load(path: Path, overrides: list[str] | None, *, trains: bool = False) -> RunConfig:
+    """`trains`: the engines will serve the config's task."""
+    from slime_backend.local_trainer.auto_sharing import resolve
+
+    settings, choice = resolve(load_config(path, overrides or ()), trains=trains)
+    if choice is not None:
+        typer.echo(f"disjoint_prefix_sharing=auto takes {choice.sharing}: {choice.why}", err=True)
     if not settings.policy.safe:
         typer.echo(
             "warning: disjoint_prefix_sharing=unsafe shares KV that it can't scope; it exists to show that the audit "
@@ -310,12 +317,13 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     from slime_backend.engine_client import EngineError
     from slime_backend.engine_process import EngineStartError, PortOccupiedError
     from slime_backend.fleet import FleetError
+    from slime_backend.planner.traffic import PlanError
     from slime_backend.policy import PolicyError
     from slime_backend.provenance.errors import AuditError, LedgerError, RecordError, ReportError, StalenessError
     from slime_backend.publication import PublicationError
     from slime_backend.runs import RunError
 
-    usage = (ConfigError, PolicyError)
+    usage = (ConfigError, PolicyError, PlanError)
     failures: tuple[type[BaseException], ...] = (
         BenchError,
         EngineError,

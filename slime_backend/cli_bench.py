@@ -72,7 +72,7 @@ def _measure(entry: Bench, part: str | None, as_json: bool, folder: Path | None)
     early: BaseException | None = None
     clock = pages.Clock()
     try:
-        event_loop.run_until_signal(entry.run(_say, rows, part))
+        details = event_loop.run_until_signal(entry.run(_say, rows, part))
     except BaseException as error:
         early = error
         _say(f"bench {entry.name} ended early, with {len(rows)} rows measured")
@@ -84,7 +84,7 @@ def _measure(entry: Bench, part: str | None, as_json: bool, folder: Path | None)
     if early is not None:
         raise early
     if folder is not None:
-        page = pages.write(folder, entry, clock.run(entry, part, rows))
+        page = pages.write(folder, entry, clock.run(entry, part, rows, details))
         _say(f"wrote {page}" + ("" if plots.can_draw() else " without plots (pip install 'reef-slime[bench]')"))
     return all(row.holds for row in rows)
 

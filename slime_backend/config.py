@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from slime_backend.engine_process import RUN_HOOKS
-from slime_backend.policy import Layout, Policy, PolicyError, PrefixSharing, decide
+from slime_backend.policy import AskedSharing, Layout, Policy, PolicyError, decide
 from slime_backend.provenance.staleness import StalenessPolicy
 
 
@@ -31,7 +31,7 @@ class RunConfig(BaseModel):
     seed: int = Field(0, ge=0)
 
     layout: Layout = "disjoint"
-    disjoint_prefix_sharing: PrefixSharing = "off"
+    disjoint_prefix_sharing: AskedSharing = "off"
     transport: Literal["disk", "distributed"] = "disk"
 
     engines: int = Field(2, ge=1, le=64)
@@ -97,7 +97,8 @@ class RunConfig(BaseModel):
             raise ValueError(
                 f"trainer_processes={self.trainer_processes} needs trainer=deepspeed; trainer={self.trainer} has one"
             )
-        policy = self.policy  # raises PolicyError, a ValueError
+        # Raises PolicyError, a ValueError. What auto is resolved to is checked then; scoped asks the least.
+        policy = decide(self.layout, "scoped") if self.disjoint_prefix_sharing == "auto" else self.policy
         if self.layout == "colocated":
             raise ValueError(
                 "layout=colocated needs a trainer that shares GPUs with the engines (slime); "
@@ -114,7 +115,8 @@ class RunConfig(BaseModel):
 
     @property
     def policy(self) -> Policy:
-        return decide(self.layout, self.disjoint_prefix_sharing)
+        """Raises PolicyError while the sharing is `auto`: local_trainer/auto_sharing.py resolves it first."""
+        return decide(self.layout, self.disjoint_prefix_sharing)  # type: ignore[arg-type]
 
     @property
     def engine_hooks(self) -> tuple[str, ...]:

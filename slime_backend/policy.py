@@ -19,6 +19,7 @@ from typing import Literal, get_args
 Layout = Literal["colocated", "disjoint"]
 PauseMode = Literal["abort", "retract", "in_place"]
 PrefixSharing = Literal["off", "retract", "scoped", "unsafe"]
+AskedSharing = Literal[PrefixSharing, "auto"]  # auto becomes one of the others before anything is decided
 AfterPause = Literal["nothing", "flush", "sweep"]
 
 

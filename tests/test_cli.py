@@ -20,7 +20,7 @@ def run(*args: str, cwd: Path = ROOT, timeout: float = 300) -> subprocess.Comple
 def test_help_names_the_commands():
     done = run("--help")
     assert done.returncode == 0
-    for command in ("train", "up", "serve", "export", "audit", "rollouts", "report", "bench"):
+    for command in ("train", "up", "serve", "export", "audit", "rollouts", "report", "plan", "bench"):
         assert command in done.stdout
 
 
@@ -36,6 +36,11 @@ def test_help_names_the_commands():
         (["up", "configs/cpu_tiny.yaml", "--set", "ports=[1]"], "ports lists 1 ports for engines=2"),
         (["bench", "nope"], "No such command"),
         (["bench", "swa", "--nope"], "No such option"),
+        (
+            ["bench", "modes", "--part", "every-3-s"],
+            "'every-3-s' is not a part of bench modes; its parts are every-4-s",
+        ),
+        (["plan", "no/such/run"], "no run directory no/such/run"),
         (["train", "configs/cpu_tiny.yaml", "--staleness", "drop"], "give max_version_lag as well"),
         (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "-1"], "max_version_lag=-1"),
         (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "x"], "valid integer"),

@@ -28,8 +28,8 @@ class Bench:
     def explained(self) -> str:
         return inspect.getdoc(self.module) or ""
 
-    def run(self, say: Say, rows: list[Any], part: str | None = None) -> Coroutine[Any, Any, None]:
-        """All of it, or one part."""
+    def run(self, say: Say, rows: list[Any], part: str | None = None) -> Coroutine[Any, Any, Any]:
+        """All of it, or one part. Returns what is to be kept beside the rows, as JSON; most benches have nothing."""
         work = getattr(self.module, f"bench_{self.name}")
         return work(say, rows) if part is None else work(say, rows, (part,))  # type: ignore[no-any-return]
 
@@ -68,5 +68,12 @@ BENCHES = (
         "The cost of recording: tokens decoded per second with every hook on, beside the plugin off; a quarter of an "
         "hour.",
         ("hybrid", "dense"),
+    ),
+    Bench(
+        "modes",
+        "the same traffic under each way to publish",
+        "Asynchronous traffic under slime's abort (dropped or requeued), retract, no sharing, and scoped; some twenty "
+        "minutes.",
+        ("every-4-s", "every-6-s", "every-12-s"),
     ),
 )

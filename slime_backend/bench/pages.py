@@ -88,9 +88,11 @@ class Run:
     rows: Sequence[Row]
     part: str | None = None
     load: tuple[float, float] | None = None  # of the machine, a minute's average, as the run began and as it ended
+    details: dict[str, Any] | None = None  # what a bench keeps beside its rows, for others to read
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "rows": [row_json(row) for row in self.rows]}
+        data = {**asdict(self), "rows": [row_json(row) for row in self.rows]}
+        return {name: value for name, value in data.items() if name != "details" or value is not None}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Run:
@@ -105,11 +107,11 @@ class Clock:
     def __init__(self) -> None:
         self._started, self._load = time.monotonic(), os.getloadavg()[0]
 
-    def run(self, bench: Bench, part: str | None, rows: Sequence[Row]) -> Run:
+    def run(self, bench: Bench, part: str | None, rows: Sequence[Row], details: dict[str, Any] | None = None) -> Run:
         command = f"reef-slime bench {bench.name}" + (f" --part {part}" if part else "")
         load = round(self._load, 1), round(os.getloadavg()[0], 1)
         seconds = round(time.monotonic() - self._started, 1)
-        return Run(command, time.strftime("%Y-%m-%d"), Machine.this(), seconds, rows, part, load)
+        return Run(command, time.strftime("%Y-%m-%d"), Machine.this(), seconds, rows, part, load, details)
 
 
 def write(folder: Path, bench: Bench, run: Run) -> Path:

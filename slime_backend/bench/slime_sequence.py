@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from slime_backend.bench.rows import BenchError
 from slime_backend.engine_client import EngineClient, EngineRefused
+
+Load = Callable[[EngineClient], Awaitable[None]]
 
 FLUSH_RETRY_S = 1.0
 FLUSH_TRIES = 60
@@ -28,12 +30,17 @@ class Stop:
     resumed_ms: float
 
 
-async def slime_sequence(clients: Sequence[EngineClient]) -> Stop:
-    """Pause, flush, resume, each on all engines at once; no bytes. Raises BenchError, EngineError."""
+async def slime_sequence(clients: Sequence[EngineClient], load: Load | None = None) -> Stop:
+    """Pause, flush, `load` (without it no bytes), resume, each on all engines at once.
+
+    Raises BenchError, EngineError.
+    """
     started = time.perf_counter()
     await asyncio.gather(*(client.pause("abort") for client in clients))
     await asyncio.gather(*(_flush(client) for client in clients))
     flushed = time.perf_counter()
+    if load is not None:
+        await asyncio.gather(*(load(client) for client in clients))
     await asyncio.gather(*(client.resume() for client in clients))
     return Stop(1000 * (flushed - started), 1000 * (time.perf_counter() - started))
 

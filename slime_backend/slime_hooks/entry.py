@@ -50,7 +50,10 @@ def parse(*, asynchronous: bool) -> Any:
     from slime.utils.arguments import parse_args
 
     args = parse_args(add_custom_arguments=add_reef_arguments)
-    print(f"reef-slime: {configure_sglang_runtime(args)}", flush=True)
+    policy = configure_sglang_runtime(args)
+    if reason := getattr(args, "reef_sharing_reason", None):
+        print(f"reef-slime: --disjoint-prefix-sharing=auto takes {args.disjoint_prefix_sharing}: {reason}", flush=True)
+    print(f"reef-slime: {policy}", flush=True)
     set_rollout_functions(args, asynchronous=asynchronous)
     print(f"reef-slime: run directory {args.reef_run_dir}", flush=True)
     return args

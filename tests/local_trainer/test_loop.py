@@ -84,7 +84,7 @@ def train(tmp_path, monkeypatch, run_async):
     monkeypatch.setattr(loop, "running_fleet", fleet)
     monkeypatch.setattr(loop, "RolloutWorker", Worker)
     monkeypatch.setattr(loop, "publish", publish)
-    monkeypatch.setattr(write, "_plotly", lambda: "/* plotly */")
+    monkeypatch.setattr(write, "plotly_source", lambda: "/* plotly */")
 
     def run(tracker: Tracker):
         monkeypatch.setattr(loop, "make_tracker", lambda *args, **kwargs: tracker)

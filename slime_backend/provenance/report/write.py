@@ -27,7 +27,7 @@ def write_report(run_dir: Path) -> Path:
 
     Raises ReportError without plotly or without a run, OSError where the directory can't be written.
     """
-    library = _plotly()
+    library = plotly_source()
     if not any((run_dir / name).exists() for name in ("submitted.jsonl", "rollouts.jsonl", "summary.json")):
         raise ReportError(f"{run_dir} holds no run; give a directory that reef-slime train wrote")
     partial = run_dir / f".{FILE}.partial"
@@ -124,7 +124,7 @@ def _subtitle(run: RunFiles) -> str:
     return " · ".join(str(part) for part in (policy, when) if part)
 
 
-def _plotly() -> str:
+def plotly_source() -> str:
     """The source of plotly.js, from the installed package. Raises ReportError without it."""
     try:
         from plotly.offline import get_plotlyjs

@@ -22,7 +22,7 @@ FILES = ("summary.json", "steps.jsonl", "publications.jsonl", "rollouts.jsonl", 
 @pytest.fixture(autouse=True)
 def _short_library(monkeypatch):
     """These tests read the page; five megabytes of library in each would only cost time."""
-    monkeypatch.setattr(write, "_plotly", lambda: "/* plotly */")
+    monkeypatch.setattr(write, "plotly_source", lambda: "/* plotly */")
 
 
 def verdict_of(run_dir):

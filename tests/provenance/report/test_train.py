@@ -18,7 +18,7 @@ def test_a_run_that_ends_early_still_has_its_report(tmp_path, monkeypatch, run_a
         yield
 
     monkeypatch.setattr(loop, "running_fleet", no_fleet)
-    monkeypatch.setattr(write, "_plotly", lambda: "/* plotly */")
+    monkeypatch.setattr(write, "plotly_source", lambda: "/* plotly */")
     config = make_config({"wandb": "disabled", "models_dir": str(tmp_path / "models")}, "test")
     run_dir, said = tmp_path / "run", []
     with pytest.raises(OSError, match="no engine"):

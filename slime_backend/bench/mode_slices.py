@@ -1,0 +1,186 @@
+"""One slice of `bench modes`: one mode, one interval between publications, some twenty-five seconds of traffic.
+
+    drop      slime's sequence; what it aborts is thrown away and the next prompts take the places, as in slime's
+              sglang_rollout without --partial-rollout
+    requeue   slime's sequence; what it aborts is sent again behind the tokens that it has, as slime's fully-async
+              worker does. At once: that slime looks once a second for places to fill isn't held against it here
+    retract, off, scoped   the policies of policy.py, by our transaction; off runs on an engine without a radix cache
+
+Publications begin every `interval` seconds, or as soon as the last one ended where that took longer. Counted is what
+was done between two of them, from weights loaded to weights loaded: whole cycles, each with its standstill, and no
+token is in doubt, because every answer says which version sampled each of its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from slime_backend.bench.mode_load import Counts, ModeLoad, Shape, Try, nobody_waits
+from slime_backend.bench.rows import BenchError
+from slime_backend.bench.slime_sequence import slime_sequence
+from slime_backend.engine_client import EngineClient
+from slime_backend.fleet import Fleet, admit
+from slime_backend.planner.predict import ABORTING
+from slime_backend.planner.work import Mode
+from slime_backend.policy import PrefixSharing, decide
+from slime_backend.publication import publish
+from slime_backend.transports.disk import CheckpointTransport
+
+LATE_S = 60.0  # behind its time a slice is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    loaded_at: float  # time.perf_counter()
+    paused_ms: float  # from the pause sent to the resume answered
+
+
+Publish = Callable[[str, Path], Awaitable[Stop]]  # version, checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What one slice showed. Counts are of its window; tokens, seconds and ms."""
+
+    mode: Mode
+    interval_s: float
+    seed: int  # slices with the same one had the same requests
+    seconds: float
+    publications: int
+    finished: int  # requests
+    tokens: int  # sampled, and in an answer that is finished or goes on
+    thrown_away: int  # tokens: sampled, and not
+    prefilled: int  # tokens
+    lag_mean: float  # publications between a finished token's sampling and its answer's end
+    mixed_share: float  # of the finished requests
+    paused_ms: float  # median
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def prefilled_per_token(self) -> float:
+        return self.prefilled / max(1, self.tokens)
+
+
+async def run_slice(
+    client: EngineClient,
+    mode: Mode,
+    shape: Shape,
+    *,
+    interval_s: float,
+    seed: int,
+    number: int,
+    checkpoints: Sequence[Path],
+    warm: int,
+    counted: int,
+) -> Slice:
+    """`number`: no two slices of one engine have the same. `checkpoints` are published in turns. The window is of
+    `counted` publications, and begins with the `warm`-th.
+
+    Raises BenchError, EngineError, PublicationError.
+    """
+    await client.label(f"{number}.0")
+    await client.flush()
+    publish_one = _slime(client) if mode in ABORTING else await _ours(client, cast(PrefixSharing, mode), f"{number}.0")
+    stops: list[Stop] = []
+    started = time.perf_counter()
+
+    async def publications() -> None:
+        for count in range(1, warm + counted + 1):
+            await asyncio.sleep(max(0.0, started + count * interval_s - time.perf_counter()))
+            stops.append(await publish_one(f"{number}.{count}", checkpoints[count % len(checkpoints)]))
+        await nobody_waits(client)
+
+    async with ModeLoad(client, shape, seed, keep_tokens=mode != "drop") as load:
+        publisher = asyncio.create_task(publications())
+        try:
+            await _until_done(publisher, load, (warm + counted) * interval_s + LATE_S)
+        finally:
+            publisher.cancel()  # a publication that is under way still resumes what it paused
+            await asyncio.gather(publisher, return_exceptions=True)
+    return summarise(mode, interval_s, seed, warm, load.tries, stops)
+
+
+def summarise(
+    mode: Mode, interval_s: float, seed: int, warm: int, tries: Sequence[Try], stops: Sequence[Stop]
+) -> Slice:
+    """The slice between the `warm`-th of `stops`, counted from 1, and the last one."""
+
+    def inside(counts: Counts) -> int:
+        return sum(tokens for number, tokens in counts if warm <= number < len(stops))
+
+    kept = [t for t in tries if t.finished or mode != "drop"]
+    ended = [t.whole for t in tries if t.finished and warm <= t.whole[-1][0] < len(stops)]
+    lag = sum((whole[-1][0] - number) * tokens for whole in ended for number, tokens in whole)
+    return Slice(
+        mode=mode,
+        interval_s=interval_s,
+        seed=seed,
+        seconds=stops[-1].loaded_at - stops[warm - 1].loaded_at,
+        publications=len(stops) - warm,
+        finished=len(ended),
+        tokens=sum(inside(t.sampled) for t in kept),
+        thrown_away=sum(inside(t.sampled) for t in tries) - sum(inside(t.sampled) for t in kept),
+        prefilled=sum(inside(t.prefilled) for t in tries),
+        lag_mean=lag / max(1, sum(tokens for whole in ended for _, tokens in whole)),
+        mixed_share=sum(len({number for number, _ in whole}) > 1 for whole in ended) / max(1, len(ended)),
+        paused_ms=statistics.median(stop.paused_ms for stop in stops[warm:]),
+    )
+
+
+def _slime(client: EngineClient) -> Publish:
+    async def one(version: str, checkpoint: Path) -> Stop:
+        loaded: list[float] = []
+
+        async def load(engine: EngineClient) -> None:
+            await engine.load_from_disk(str(checkpoint))
+            loaded.append(time.perf_counter())
+            await engine.label(version)
+
+        stop = await slime_sequence([client], load)
+        return Stop(loaded[0], stop.resumed_ms)
+
+    return one
+
+
+class _Timed(CheckpointTransport):
+    """Remembers when the weights were loaded (time.perf_counter())."""
+
+    loaded_at = 0.0
+
+    async def load(self, client: EngineClient, version: str) -> None:
+        await super().load(client, version)
+        self.loaded_at = time.perf_counter()
+
+
+async def _ours(client: EngineClient, sharing: PrefixSharing, version: str) -> Publish:
+    fleet = Fleet(decide("disjoint", sharing), version)
+    await admit(fleet, client)
+
+    async def one(version: str, checkpoint: Path) -> Stop:
+        transport = _Timed(checkpoint)
+        report = await publish(fleet, transport, version)
+        if report.unconfirmed:
+            raise BenchError(f"a publication failed: {report.unconfirmed}")
+        return Stop(transport.loaded_at, report.engines[0].paused_ms or 0.0)  # of one that is confirmed it is known
+
+    return one
+
+
+async def _until_done(publisher: asyncio.Task[None], load: ModeLoad, deadline_s: float) -> None:
+    """Wait for the publisher. Raises what it or a request raised, BenchError after the deadline."""
+    until = time.monotonic() + deadline_s
+    while not publisher.done():
+        if time.monotonic() > until:
+            raise BenchError(f"the publications of a slice aren't done after {deadline_s:g} s")
+        await asyncio.wait([publisher], timeout=1.0)
+        load.check()
+    publisher.result()

@@ -1,0 +1,227 @@
+"""A plan: traffic and speeds put together from what was given, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slime_backend.bench.mode_results import read_runs, together
+from slime_backend.planner import from_bench, from_ledger
+from slime_backend.planner.compare import CLOSE, Cell, compare
+from slime_backend.planner.predict import Prediction, predict_all
+from slime_backend.planner.recommend import (
+    GROUPS,
+    PERIODS,
+    Crossover,
+    Recommendation,
+    by_group,
+    by_period,
+    crossovers,
+    recommend,
+)
+from slime_backend.planner.speeds import PREFILL_TO_DECODE, Speeds, of_model
+from slime_backend.planner.traffic import CHUNK, PlanError, Traffic, answers_around
+from slime_backend.planner.work import Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user gave; None where he didn't. Units as in Traffic and Speeds."""
+
+    run_dir: Path | None = None
+    bench: Path | None = None
+    prompt: float | None = None
+    shared: float | None = None
+    group: float | None = None
+    answer: float | None = None
+    spread: float = 0.6
+    in_flight: float | None = None
+    per_hour: float | None = None
+    chunk: float | None = None
+    one_by_one: bool = False
+    prefill: float | None = None
+    decode: float | None = None
+    standstill: float | None = None
+    model_billions: float | None = None
+    tflops: float = 0.0
+    gb_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    traffic: Traffic
+    speeds: Speeds
+    predictions: dict[Mode, Prediction]
+    recommendation: Recommendation
+    by_period: list[Crossover]
+    by_group: list[Crossover]
+    notes: list[str] = field(default_factory=list)  # where the figures are from
+    recorded: from_ledger.Recorded | None = None
+    compared: list[Cell] = field(default_factory=list)  # predictions of what a bench measured beside it
+
+    def told_traffic(self) -> str:
+        t = self.traffic
+        return (
+            f"prompts of {t.prompt:.0f} tokens ({t.shared:.0f} in common), {t.group:.3g} requests of each, answers of "
+            f"{t.answer:.0f}, {t.in_flight:.3g} in flight, a publication every {t.period_s:.3g} s; prefill "
+            f"{self.speeds.prefill:.0f} and decode {self.speeds.decode:.0f} tokens/s, one engine"
+        )
+
+    def lines(self) -> list[str]:
+        """What is told below the table."""
+        found = [f"recommended: {self.recommendation.why}"]
+        found += [_told(c, "a publication every {:.3g} s") for c in self.by_period]
+        found += [_told(c, "{:.3g} requests of each prompt") for c in self.by_group]
+        if self.compared:
+            close = sum(c.close for c in self.compared)
+            found.append(f"{close} of {len(self.compared)} predictions are within {CLOSE:.0%} of what was measured")
+        if self.recorded is not None:
+            r = self.recorded
+            mine = self.predictions[r.mode]
+            found.append(
+                f"the run itself ({r.mode}): {r.tokens_per_s:.0f} finished tokens per second, "
+                f"{r.prefilled_per_token:.2f} prefilled for each, {r.mixed_share:.0%} mixed; predicted "
+                f"{mine.tokens_per_s:.0f}, {mine.prefilled_per_token:.2f}, {mine.mixed_share:.0%}"
+            )
+        return found + self.notes
+
+    def to_json(self) -> dict[str, Any]:
+        """Infinite figures (nothing is finished) are null."""
+        return {
+            "traffic": asdict(self.traffic),
+            "speeds": asdict(self.speeds),
+            "predictions": [_finite(asdict(p)) for p in self.predictions.values()],
+            "recommended": self.recommendation.mode,
+            "why": self.recommendation.why,
+            "crossovers": {
+                "period_s": [asdict(c) for c in self.by_period],
+                "group": [asdict(c) for c in self.by_group],
+            },
+            "recorded": None if self.recorded is None else from_ledger.to_json(self.recorded),
+            "compared": [_finite({**asdict(c), "off_by": c.off_by}) for c in self.compared],
+            "notes": self.notes,
+        }
+
+
+def make_plan(given: Given) -> Plan:
+    """Raises PlanError for what is missing or can't be, BenchError for a file that isn't the bench's."""
+    if given.run_dir is not None and given.bench is not None:
+        raise PlanError("give RUN_DIR or --bench, not both: each says what the traffic is")
+    base = _base(given)
+    traffic = _traffic(given, base.traffic)
+    speeds = _speeds(given, traffic, base)
+    return Plan(
+        traffic,
+        speeds,
+        predict_all(traffic, speeds),
+        recommend(traffic, speeds),
+        crossovers(PERIODS, by_period(traffic), speeds),
+        crossovers(GROUPS, by_group(traffic), speeds),
+        base.notes,
+        base.recorded,
+        base.compared,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What a run or a bench says; without either nothing."""
+
+    traffic: Traffic | None = None
+    speeds: Callable[[], Speeds] | None = None  # called where no flag gives them: a run may have none
+    notes: list[str] = field(default_factory=list)
+    recorded: from_ledger.Recorded | None = None
+    compared: list[Cell] = field(default_factory=list)
+
+
+def _base(given: Given) -> _Base:
+    if given.run_dir is not None:
+        recorded = from_ledger.read_recorded(given.run_dir, given.chunk or CHUNK)
+        return _Base(
+            recorded.traffic,
+            lambda: from_ledger.speeds_of(recorded, PREFILL_TO_DECODE),
+            [f"traffic of {given.run_dir}"],
+            recorded,
+        )
+    if given.bench is not None:
+        runs = read_runs(given.bench)
+        results = together(runs)
+        return _Base(
+            from_bench.traffic_of(results.shape, results.intervals()[-1]),
+            lambda: from_bench.speeds_of(results),
+            [f"traffic and speeds of {given.bench}"],
+            compared=compare(runs),
+        )
+    return _Base()
+
+
+def _traffic(given: Given, base: Traffic | None) -> Traffic:
+    if given.per_hour is not None and given.per_hour <= 0:
+        raise PlanError(f"--publications-per-hour {given.per_hour:g}; give more than 0")
+    period = None if given.per_hour is None else 3600 / given.per_hour
+    answers = None if given.answer is None else answers_around(given.answer, given.spread)
+    changes: dict[str, Any] = {
+        "prompt": given.prompt,
+        "shared": given.shared,
+        "group": given.group,
+        "answers": answers,
+        "in_flight": given.in_flight,
+        "period_s": period,
+        "chunk": given.chunk,
+        "together": False if given.one_by_one else None,
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if base is not None:
+        return replace(base, **changes)
+    missing = [
+        flag
+        for flag, value in (
+            ("--prompt-tokens", given.prompt),
+            ("--answer-tokens", given.answer),
+            ("--in-flight", given.in_flight),
+            ("--publications-per-hour", given.per_hour),
+        )
+        if value is None
+    ]
+    if missing:
+        raise PlanError(f"the traffic isn't known: give {', '.join(missing)}; or a RUN_DIR, or --bench FILE")
+    return Traffic(**{"shared": 0.0, "group": 1.0, **changes})
+
+
+def _speeds(given: Given, traffic: Traffic, base: _Base) -> Speeds:
+    """Of flags first, then a model's size, then the run or the bench. What was assumed goes to the notes."""
+    if given.prefill is not None and given.decode is not None:
+        known = base.recorded.standstill_s if base.recorded else base.speeds().standstill_s if base.speeds else 0.0
+        stop = known if given.standstill is None else given.standstill
+        return Speeds(given.prefill, given.decode, stop)
+    if given.prefill is not None or given.decode is not None:
+        raise PlanError("give --prefill-speed and --decode-speed, or neither")
+    if given.model_billions is not None:
+        base.notes.append(
+            f"speeds by arithmetic alone, {given.model_billions:g} billion parameters on {given.tflops:g} TFLOP/s and "
+            f"{given.gb_s:g} GB/s: reading the KV and what a server adds are left out"
+        )
+        return of_model(given.model_billions, given.tflops, given.gb_s, traffic.in_flight, given.standstill)
+    if base.speeds is None:
+        raise PlanError(
+            "the engine's speed isn't known: give --prefill-speed and --decode-speed, or --model-billions, or "
+            "--bench FILE"
+        )
+    found = base.speeds()
+    if given.run_dir is not None:
+        base.notes.append(
+            f"speeds of its throughput, a prefilled token assumed to cost 1/{PREFILL_TO_DECODE:g} of a decoded one; "
+            "--prefill-speed and --decode-speed go before them"
+        )
+    return found if given.standstill is None else replace(found, standstill_s=given.standstill)
+
+
+def _told(crossover: Crossover, axis: str) -> str:
+    return f"from {axis.format(crossover.at)} on {crossover.above} instead of {crossover.below}"
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
