@@ -25,9 +25,10 @@ async def fake_fleet(count=2, sharing="retract", deadlines=FAST, **engine):
         ]
         fleet = Fleet(policy, "v0")
         for i, fake in enumerate(engines):
-            client = EngineClient(fake.url, name=f"engine{i}", deadlines=deadlines)
+            client = EngineClient(fake.url, name=f"engine{i}")
             stack.push_async_callback(client.close)
-            await admit(fleet, client)
+            await admit(fleet, client)  # without haste: no test is about this
+            client.deadlines = deadlines
         yield fleet, engines
 
 
