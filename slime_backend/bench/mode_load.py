@@ -18,6 +18,7 @@ from typing import Any
 
 from slime_backend.bench.rows import BenchError
 from slime_backend.engine_client import EngineClient
+from slime_backend.planner.traffic import Traffic
 from slime_backend.wire import PREFILLS_KEY, SAMPLED_SPANS_KEY, Prefill, Span
 
 SETTLED_S = 30.0
@@ -37,6 +38,19 @@ class Shape:
     @property
     def longest(self) -> int:
         return self.prompt + max(self.answers)
+
+    def traffic(self, interval_s: float) -> Traffic:
+        """In the planner's words, with so many seconds between two publications."""
+        return Traffic(
+            prompt=self.prompt,
+            shared=0,
+            group=self.group,
+            answers=tuple(float(a) for a in self.answers),
+            in_flight=self.in_flight,
+            period_s=interval_s,
+            chunk=self.chunk,
+            together=False,
+        )
 
 
 @dataclass(slots=True)

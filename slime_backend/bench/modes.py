@@ -36,7 +36,6 @@ from slime_backend.bench.rows import Row, keep, ratio, short
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import DEFAULT_HOOKS
 from slime_backend.local_trainer.models import make_tiny_model
-from slime_backend.planner.from_bench import traffic_of
 from slime_backend.planner.work import MODES, Mode, groups_in_flight
 from slime_backend.policy import decide
 
@@ -115,7 +114,7 @@ async def measure(
 ) -> None:
     """Add speeds and slices to `results`: `rounds` rounds over all modes, `scoped` twice in each."""
     warm = math.ceil(warm_s / interval_s)
-    prompts = round(groups_in_flight(traffic_of(results.shape, interval_s)))
+    prompts = round(groups_in_flight(results.shape.traffic(interval_s)))
     for seed in range(rounds):
         for client in (sharing, off):
             chance = random.Random(f"speeds/{len(results.speeds)}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime_backend.bench.mode_results import ModeResults
-from slime_backend.planner.from_bench import speeds_of, traffic_of
+from slime_backend.planner.from_bench import speeds_of
 from slime_backend.planner.predict import predict
 from slime_backend.planner.work import MODES, Mode
 
@@ -47,7 +47,7 @@ def compare(runs: Sequence[ModeResults]) -> list[Cell]:
 def _cells(results: ModeResults) -> list[Cell]:
     cells = []
     for interval_s in results.intervals():
-        traffic = traffic_of(results.shape, interval_s)
+        traffic = results.shape.traffic(interval_s)
         for mode in MODES:
             prediction = predict(mode, traffic, speeds_of(results, mode))
             for figure in FIGURES:

@@ -1,28 +1,12 @@
-"""Traffic and speeds of what `reef-slime bench modes` measured."""
+"""Speeds of what `reef-slime bench modes` measured; its traffic is `Shape.traffic` (bench/mode_load.py)."""
 
 from __future__ import annotations
 
-from slime_backend.bench.mode_load import Shape
 from slime_backend.bench.mode_results import ModeResults
 from slime_backend.planner.speeds import Speeds
-from slime_backend.planner.traffic import Traffic
 from slime_backend.planner.work import Mode
 
 CALIBRATED_BY: Mode = "scoped"
-
-
-def traffic_of(shape: Shape, interval_s: float) -> Traffic:
-    """With so many seconds between two publications. Nothing of what a mode did goes in."""
-    return Traffic(
-        prompt=shape.prompt,
-        shared=0,
-        group=shape.group,
-        answers=tuple(float(a) for a in shape.answers),
-        in_flight=shape.in_flight,
-        period_s=interval_s,
-        chunk=shape.chunk,
-        together=False,
-    )
 
 
 def speeds_of(results: ModeResults, mode: Mode = CALIBRATED_BY) -> Speeds:

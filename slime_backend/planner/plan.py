@@ -150,7 +150,7 @@ def _base(given: Given) -> _Base:
         runs = read_runs(given.bench)
         results = together(runs)
         return _Base(
-            from_bench.traffic_of(results.shape, results.intervals()[-1]),
+            results.shape.traffic(results.intervals()[-1]),
             lambda: from_bench.speeds_of(results),
             [f"traffic and speeds of {given.bench}"],
             compared=compare(runs),

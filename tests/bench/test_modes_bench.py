@@ -20,7 +20,7 @@ from slime_backend.bench.mode_results import ModeResults
 from slime_backend.bench.mode_slices import Slice, Stop, run_slice, summarise
 from slime_backend.bench.rows import BenchError
 from slime_backend.engine_client import EngineClient
-from slime_backend.planner.from_bench import speeds_of, traffic_of
+from slime_backend.planner.from_bench import speeds_of
 from slime_backend.planner.work import MODES
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.fake_scheduler import FakeRank
@@ -248,7 +248,7 @@ def test_every_slice_is_kept_beside_the_page(run_async, checkpoints, tmp_path):
     keep_run(tmp_path, results, "every-6-s")
     read = mode_results.read(tmp_path / "modes.json")
     assert read == results
-    assert traffic_of(read.shape, INTERVAL_S).in_flight == SHAPE.in_flight
+    assert read.shape.traffic(INTERVAL_S).in_flight == SHAPE.in_flight
     assert speeds_of(read).standstill_s > 0
     assert pages.read(tmp_path, BENCH)[0].details == json.loads(json.dumps(results.to_json()))
 

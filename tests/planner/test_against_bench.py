@@ -16,7 +16,7 @@ import pytest
 from slime_backend.bench import mode_results
 from slime_backend.bench.modes import PARTS
 from slime_backend.planner.compare import CLOSE, FIGURES, Cell, compare
-from slime_backend.planner.from_bench import speeds_of, traffic_of
+from slime_backend.planner.from_bench import speeds_of
 from slime_backend.planner.predict import predict
 from slime_backend.planner.work import MODES
 
@@ -59,6 +59,6 @@ def test_the_formulas_of_another_mode_would_not_do(runs, cells):
     for run in runs:
         for cell in compare([run]):
             for other in MODES:
-                prediction = predict(other, traffic_of(run.shape, cell.interval_s), speeds_of(run, other))
+                prediction = predict(other, run.shape.traffic(cell.interval_s), speeds_of(run, other))
                 taken[other == cell.mode] += replace(cell, predicted=getattr(prediction, cell.figure)).close
     assert taken[True] / len(cells) > 2 * taken[False] / (len(cells) * (len(MODES) - 1))
