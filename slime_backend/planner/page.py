@@ -11,6 +11,7 @@ from slime_backend.planner.plan import Plan
 from slime_backend.planner.predict import Prediction, predict
 from slime_backend.planner.recommend import GROUPS, PERIODS, At, Crossover, by_group, by_period
 from slime_backend.planner.speeds import Speeds
+from slime_backend.planner.traffic import PlanError
 from slime_backend.planner.work import MODES
 from slime_backend.provenance.report import palette
 from slime_backend.provenance.report.charts import base_layout
@@ -23,9 +24,12 @@ HIGHEST = 1e3  # prefilled tokens for each finished one that are still drawn
 
 
 def write_page(plan: Plan, path: Path) -> None:
-    """Raises ReportError without plotly, OSError where the file can't be written."""
+    """Raises ReportError without plotly, PlanError where the file can't be written."""
     library = plotly_source()
-    path.write_text(compose(plan, library), encoding="utf-8")
+    try:
+        path.write_text(compose(plan, library), encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{path} can't be written ({error.strerror}); give --page another file") from error
 
 
 def compose(plan: Plan, plotly: str) -> str:

@@ -140,12 +140,10 @@ class _Base:
 def _base(given: Given) -> _Base:
     if given.run_dir is not None:
         recorded = from_ledger.read_recorded(given.run_dir, given.chunk or CHUNK)
-        return _Base(
-            recorded.traffic,
-            lambda: from_ledger.speeds_of(recorded, PREFILL_TO_DECODE),
-            [f"traffic of {given.run_dir}"],
-            recorded,
-        )
+        notes = [f"traffic of {given.run_dir}"]
+        if given.chunk is None:  # no run records it, and after a flush it decides who finds whose prompt
+            notes.append(f"prefill steps of {CHUNK} tokens assumed; give the engines' chunked_prefill_size by --chunk")
+        return _Base(recorded.traffic, lambda: from_ledger.speeds_of(recorded, PREFILL_TO_DECODE), notes, recorded)
     if given.bench is not None:
         runs = read_runs(given.bench)
         results = together(runs)

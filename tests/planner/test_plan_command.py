@@ -97,6 +97,7 @@ def test_the_page_is_one_file_without_network(tmp_path: Path, monkeypatch: pytes
         ([*TRAFFIC, *SPEEDS, "--answer-spread", "-1"], "a spread of -1"),
         ([*TRAFFIC, *SPEEDS, "--answer-tokens", "nan"], "answers of nan tokens"),
         ([*TRAFFIC, "--model-billions", "0"], "must be more than 0"),
+        ([*TRAFFIC, *SPEEDS, "--page", "no/such/plan.html"], "no/such/plan.html can't be written (No such file"),
         (["no/such/run"], "no run directory no/such/run"),
         (["configs"], "0 rollouts and 0 publications are too few to plan with"),
         (["configs", "--bench", "x.json"], "give RUN_DIR or --bench, not both"),
@@ -219,6 +220,12 @@ def test_a_run_is_predicted_at_its_own_throughput(run_dir: Path):
     given = json.loads(plan(str(run_dir), "--json", "--in-flight", "99", "--prefill-speed", "9", "--decode-speed", "3"))
     assert given["traffic"]["in_flight"] == 99
     assert given["speeds"] == {"prefill": 9.0, "decode": 3.0, "standstill_s": 0.02, "admission_s": 0.0}
+
+
+def test_an_assumed_prefill_step_is_said(run_dir: Path):
+    said = "prefill steps of 8192 tokens assumed"
+    assert any(said in note for note in json.loads(plan(str(run_dir), "--json"))["notes"])
+    assert not any(said in note for note in json.loads(plan(str(run_dir), "--json", "--chunk", "2048"))["notes"])
 
 
 def test_a_run_of_the_negative_control_has_no_formula(run_dir: Path):
