@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -31,6 +31,14 @@ class Message(NamedTuple):
     body: bytes
 
 
+class Head(NamedTuple):
+    """Of a request or a response."""
+
+    first_line: str
+    status: int  # 0 of a request
+    headers: dict[str, str]  # names in lower case
+
+
 class Response(NamedTuple):
     status: int
     body: bytes
@@ -39,6 +47,7 @@ class Response(NamedTuple):
 class _Reader(asyncio.StreamReader):
     """Can be left alone while more comes."""
 
+    heard = False  # a byte of the answer has come
     ended = False  # the last event of a stream has come
     waiting: asyncio.Future[None] | None = None
 
@@ -57,6 +66,7 @@ class _Reader(asyncio.StreamReader):
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]
         super().feed_data(data)
+        self.heard = True
         if END_OF_EVENTS in data:
             self.ended = True
             self._wake()
@@ -72,6 +82,10 @@ class _Reader(asyncio.StreamReader):
     def _wake(self) -> None:
         if self.waiting is not None and not self.waiting.done():
             self.waiting.set_result(None)
+
+
+class _Unanswered(ConnectionError):
+    """The server ended the connection before a byte of its answer."""
 
 
 class _Connection(NamedTuple):
@@ -199,56 +213,79 @@ class HttpChannel:
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
 
-    async def request(self, method: str, path: str, body: bytes | None, deadline_s: float) -> Response:
+    async def request(
+        self, method: str, path: str, body: bytes | None, deadline_s: float, *, repeatable: bool = False
+    ) -> Response:
         """One exchange. Raises TimeoutError at the deadline, ConnectionError where the connection fails or breaks.
 
+        `repeatable`: does no harm if the server gets it twice, so it may be sent once more (`_begin`).
         A request that is given up takes its connection with it, which tells the server to stop working on it.
         """
         async with asyncio.timeout(deadline_s):
-            connection = await self._connection()
-            self._busy.add(connection)
+            connection, head = await self._begin(method, path, body, repeatable)
             try:
-                connection.writer.write(self._head(method, path, body) + (body or b""))
-                message = await read_message(connection.reader, until_eof=True)
-                status = int(message.first_line.split(" ")[1])
-            except BaseException as error:
+                with _named():
+                    content = await _read_body(connection.reader, head, until_eof=True)
+            except BaseException:
                 connection.close()
-                if isinstance(error, EOFError | ValueError | OSError):
-                    raise ConnectionError(f"the connection broke ({type(error).__name__}: {error})") from error
                 raise
             finally:
                 self._busy.discard(connection)
-        if connection.reader.at_eof() or message.headers.get("connection", "").lower() == "close":
+        if connection.reader.at_eof() or head.headers.get("connection", "").lower() == "close":
             connection.close()
         else:
             self._idle.append(connection._replace(idle_since=time.monotonic()))
-        return Response(status, message.body)
+        return Response(head.status, content)
 
     @asynccontextmanager
     async def stream(self, path: str, body: bytes, deadline_s: float) -> AsyncIterator[Stream]:
-        """A POST whose answer is read by lines while it comes. Raises as `request` does, for the head of the answer
-        too. Leaving the block before the answer's end breaks the connection, which tells the server to stop.
+        """A repeatable POST whose answer is read by lines while it comes. Raises as `request` does, for the head of the
+        answer too. Leaving the block before the answer's end breaks the connection, which tells the server to stop.
         """
         async with asyncio.timeout(deadline_s):
-            connection = await self._connection()
-        self._busy.add(connection)
-        connection.reader.ended = False
-        stream: Stream | None = None
+            connection, head = await self._begin("POST", path, body, True)
+        stream = Stream(head.status, connection, head.headers, deadline_s)
         try:
-            connection.writer.write(self._head("POST", path, body) + body)
-            try:
-                async with asyncio.timeout(deadline_s):
-                    _, status, headers = await read_head(connection.reader)
-            except (EOFError, ValueError, OSError) as error:
-                raise ConnectionError(f"the connection broke ({type(error).__name__}: {error})") from error
-            stream = Stream(status, connection, headers, deadline_s)
             yield stream
         finally:
             self._busy.discard(connection)
-            if stream is not None and stream.reusable:
+            if stream.reusable:
                 self._idle.append(connection._replace(idle_since=time.monotonic()))
             else:
                 connection.close()
+
+    async def _begin(self, method: str, path: str, body: bytes | None, repeatable: bool) -> tuple[_Connection, Head]:
+        """Send a request and read the head of its answer; the connection is busy from then on.
+
+        A kept connection that ends before a byte of the answer was closed as idle, in most cases with the request
+        unread: a server that stands still for uvicorn's 5 s closes what is over time before it reads what has come
+        (seen with uvloop and with asyncio, uvicorn 0.54). A repeatable request is sent once more, on a new one.
+        """
+        sent = self._head(method, path, body) + (body or b"")
+        kept = self._kept()
+        if kept is not None:
+            try:
+                return kept, await self._exchange(kept, sent)
+            except _Unanswered:
+                if not repeatable:
+                    raise
+        connection = await self._open()
+        return connection, await self._exchange(connection, sent)
+
+    async def _exchange(self, connection: _Connection, sent: bytes) -> Head:
+        self._busy.add(connection)
+        connection.reader.heard = connection.reader.ended = False
+        try:
+            with _named():
+                connection.writer.write(sent)
+                return await read_head(connection.reader)
+        except BaseException as error:
+            closed_here = connection not in self._busy
+            self._busy.discard(connection)
+            connection.close()
+            if isinstance(error, ConnectionError) and not (closed_here or connection.reader.heard):
+                raise _Unanswered(str(error)) from error
+            raise
 
     def _head(self, method: str, path: str, body: bytes | None) -> bytes:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept: */*\r\n"
@@ -256,12 +293,15 @@ class HttpChannel:
             head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n"
         return head.encode() + b"\r\n"
 
-    async def _connection(self) -> _Connection:
+    def _kept(self) -> _Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if time.monotonic() - connection.idle_since < MAX_IDLE_S and not connection.reader.at_eof():
                 return connection
             connection.close()
+        return None
+
+    async def _open(self) -> _Connection:
         if not self._host or not self._port:
             raise ConnectionError(f"{self.url!r} is not an address like http://127.0.0.1:30000")
         loop = asyncio.get_running_loop()
@@ -280,10 +320,11 @@ class HttpChannel:
         for connection in (*self._idle, *self._busy):
             connection.close()
         self._idle.clear()
+        self._busy.clear()
 
 
-async def read_head(reader: asyncio.StreamReader) -> tuple[str, int, dict[str, str]]:
-    """First line, status (0 in a request) and headers. Raises EOFError, ValueError as `read_message`."""
+async def read_head(reader: asyncio.StreamReader) -> Head:
+    """Raises EOFError, ValueError as `read_message`."""
     try:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     except asyncio.LimitOverrunError as error:
@@ -292,7 +333,7 @@ async def read_head(reader: asyncio.StreamReader) -> tuple[str, int, dict[str, s
     if "HTTP/1." not in first_line or first_line.count(" ") < 1:
         raise ValueError(f"not HTTP/1.1: {first_line[:80]!r}")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return first_line, int(first_line.split(" ")[1]) if first_line.startswith("HTTP/") else 0, headers
+    return Head(first_line, int(first_line.split(" ")[1]) if first_line.startswith("HTTP/") else 0, headers)
 
 
 async def read_message(reader: asyncio.StreamReader, *, until_eof: bool) -> Message:
@@ -300,13 +341,24 @@ async def read_message(reader: asyncio.StreamReader, *, until_eof: bool) -> Mess
 
     Raises EOFError where the message is cut off, ValueError where it isn't HTTP.
     """
-    first_line, _, headers = await read_head(reader)
-    if "content-length" in headers:
-        return Message(first_line, headers, await reader.readexactly(int(headers["content-length"])))
-    if "chunked" in headers.get("transfer-encoding", "").lower():
-        return Message(first_line, headers, await _read_chunks(reader))
-    bodiless = not until_eof or first_line.split(" ")[1] in ("204", "304")
-    return Message(first_line, headers, b"" if bodiless else await reader.read())
+    head = await read_head(reader)
+    return Message(head.first_line, head.headers, await _read_body(reader, head, until_eof=until_eof))
+
+
+async def _read_body(reader: asyncio.StreamReader, head: Head, *, until_eof: bool) -> bytes:
+    if "content-length" in head.headers:
+        return await reader.readexactly(int(head.headers["content-length"]))
+    if "chunked" in head.headers.get("transfer-encoding", "").lower():
+        return await _read_chunks(reader)
+    return await reader.read() if until_eof and head.status not in (204, 304) else b""
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ValueError, OSError) as error:
+        raise ConnectionError(f"the connection broke ({type(error).__name__}: {error})") from error
 
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:

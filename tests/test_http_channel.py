@@ -41,11 +41,11 @@ class RawServer:
         writer.close()
 
 
-def ask(run_async, server, times=1, path="/x"):
+def ask(run_async, server, times=1, path="/x", **options):
     async def scenario():
         async with server:
             channel = HttpChannel(server.url)
-            answers = [await channel.request("POST", path, b'{"a":1}', 5.0) for _ in range(times)]
+            answers = [await channel.request("POST", path, b'{"a":1}', 5.0, **options) for _ in range(times)]
             channel.close()
             return answers
 
@@ -130,6 +130,82 @@ def test_a_connection_that_the_server_closed_is_not_used_again(run_async):
 
     run_async(scenario())
     assert server.connections == 2
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+class Impatient(RawServer):
+    """Ends each connection with its second request unanswered, as a server does that closes an idle one too late; what
+    it has said by then is `said`."""
+
+    def __init__(self, said: bytes = b"") -> None:
+        super().__init__()
+        self.said = said
+
+    async def _serve(self, reader, writer):
+        self.connections += 1
+        for answer in (OK, self.said):
+            self.requests.append(await reader.read(1 << 16))
+            writer.write(answer)
+        writer.close()
+
+
+def test_what_a_kept_connection_lost_unread_is_sent_once_more(run_async):
+    server = Impatient()
+    assert ask(run_async, server, times=3, repeatable=True) == [Response(200, b"ok")] * 3
+    assert (server.connections, sum(map(bool, server.requests))) == (3, 5)
+
+
+def test_a_stream_that_a_kept_connection_lost_is_asked_for_once_more(run_async):
+    async def scenario():
+        async with Impatient() as server:
+            channel = HttpChannel(server.url)
+            await channel.request("GET", "/", None, 5.0)
+            async with channel.stream("/x", b"{}", 5.0) as stream:
+                assert [line async for lines in stream.lines() for line in lines] == [b"ok"]
+            channel.close()
+            return server.connections
+
+    assert run_async(scenario()) == 2
+
+
+def test_what_may_do_harm_twice_is_sent_once(run_async):
+    """A load, for one: a collective that the engine has begun can't be joined again."""
+    server = Impatient()
+    with pytest.raises(ConnectionError, match="broke"):
+        ask(run_async, server, times=2)
+    assert server.connections == 1
+
+
+def test_half_an_answer_is_not_asked_for_again(run_async):
+    server = Impatient(b"HTTP/1.1 200")
+    with pytest.raises(ConnectionError, match="broke"):
+        ask(run_async, server, times=2, repeatable=True)
+    assert server.connections == 1
+
+
+def test_what_a_new_connection_loses_is_an_error(run_async):
+    server = RawServer(b"", close=True)
+    with pytest.raises(ConnectionError, match="broke"):
+        ask(run_async, server, repeatable=True)
+    assert server.connections == 1
+
+
+def test_closing_a_kept_connection_sends_nothing_again(run_async):
+    async def scenario():
+        async with RawServer(OK) as server:
+            channel = HttpChannel(server.url)
+            await channel.request("GET", "/", None, 5.0)
+            waiting = asyncio.create_task(channel.request("GET", "/slow", None, 30.0, repeatable=True))
+            while len(server.requests) < 2:
+                await asyncio.sleep(0.01)
+            channel.close()
+            with pytest.raises(ConnectionError):
+                await waiting
+            return server.connections
+
+    assert run_async(scenario(), 5) == 1
 
 
 def test_closing_breaks_what_is_under_way(run_async):

@@ -7,6 +7,8 @@ are those of whole requests over HTTP.
     hits      a cached prefix and a tail of 64 new tokens, one output token
     decode    a batch of cached prompts: the time for 64 tokens more, in tokens per second
     prefill   a prompt that nothing is cached of, one output token
+    alone     the attention of a pass by itself, without the step and the request around it, which are the same on both
+              sides; for this model, and for the heads of one whose attention weighs more
 
 The hybrid model isn't compared: there the stock class reads the KV of other tokens (tests/engine_plugin).
 """
@@ -22,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+from slime_backend.bench.attention_alone import SMOLLM2, TINY, Pass, alone_rows
 from slime_backend.bench.catalog import Say
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
@@ -31,7 +34,7 @@ from slime_backend.engine_process import DEFAULT_HOOKS
 from slime_backend.local_trainer.models import make_tiny_model
 from slime_backend.wire import ACTIVE
 
-PARTS = ("hits", "decode", "prefill")
+PARTS = ("hits", "decode", "prefill", "alone")
 HOOK = "cpu_attention"
 TAIL = 64
 PREFIXES = {1024: 9, 4096: 9, 8192: 9, 16384: 7}  # cached tokens -> rounds
@@ -42,6 +45,15 @@ BATCHES = ((1, 1024), (8, 1024), (32, 256), (32, 1024))  # requests, tokens of c
 DECODE_ROUNDS = 7
 TOKENS = 64
 PROMPTS = {512: 25, 2048: 15, 8192: 9}  # tokens -> rounds
+ALONE = (
+    Pass(f"prefix hit, {LONG} cached + {TAIL} new", requests=1, cached=LONG, new=TAIL, at_least=HIT_GOAL),
+    *(
+        Pass(f"decode, batch {size}, context {context}", requests=size, cached=context, new=1, at_least=DECODE_GOAL)
+        for size, context in BATCHES
+        if size > 1
+    ),
+    Pass("prefill of 2048 new tokens", requests=1, cached=0, new=2048, at_least=PARITY),
+)
 
 PLOTS = (
     Plot(
@@ -181,6 +193,15 @@ async def flush(engines: Engines) -> None:
 
 async def bench_attention(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -> None:
     """Add all rows to `rows`. Takes some minutes. Raises EngineStartError, EngineError or BenchError."""
+    if set(parts) - {"alone"}:
+        await _on_engines(say, rows, parts)
+    if "alone" in parts:
+        for heads in (TINY, SMOLLM2):
+            say(f"alone, {heads.name}")
+            keep(alone_rows(heads, ALONE), rows, say)
+
+
+async def _on_engines(say: Say, rows: list[Row], parts: Collection[str]) -> None:
     rng = random.Random(0)
     hooks = {"peer": tuple(h for h in DEFAULT_HOOKS if h != HOOK), "ours": DEFAULT_HOOKS}
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:

@@ -47,7 +47,7 @@ BENCHES = (
         "attention",
         "attention on a CPU",
         "Prefix hits, batched decode and prefill with our CPU attention, with SGLang's own beside it; some minutes.",
-        ("hits", "decode", "prefill"),
+        ("hits", "decode", "prefill", "alone"),
     ),
     Bench(
         "publish",
@@ -72,8 +72,8 @@ BENCHES = (
     Bench(
         "modes",
         "the same traffic under each way to publish",
-        "Asynchronous traffic under slime's abort (dropped or requeued), retract, no sharing, and scoped; some twenty "
-        "minutes.",
+        "Asynchronous traffic under slime's abort (dropped or requeued), retract, no sharing, and scoped; half an "
+        "hour.",
         ("every-4-s", "every-6-s", "every-12-s"),
     ),
 )

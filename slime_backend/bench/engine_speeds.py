@@ -8,7 +8,7 @@ admit     requests of one prompt and one token, one after the other, beside the 
 
 Without a radix cache each of them prefills its whole prompt, and what is compared is then the same on both sides.
 
-The last two in turns, so that a machine that grows slower in between doesn't pass for admissions.
+Measured before each slice, and the median taken: a machine that others share is faster and slower by the minute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import asyncio
 import bisect
 import itertools
 import random
-import statistics
 import time
 from dataclasses import dataclass
 
@@ -27,15 +26,13 @@ from slime_backend.engine_client import EngineClient
 WARM = 16  # tokens
 DECODED = 64  # tokens
 ADMITTED = 16  # requests, while so many tokens are decoded
-TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpeeds:
     prefill_tokens_per_s: float
     decode_tokens_per_s: float  # of all requests in flight together
-    admission_ms: float  # of a request besides the tokens that it computes
-    radix_cache: bool = True
+    admission_ms: float  # of a request besides the tokens that it computes; below 0 by noise
 
 
 def done_in_flight(shape: Shape) -> list[int]:
@@ -73,22 +70,18 @@ async def measure_speeds(
     begun = [max(0, done - DECODED // 2) for done in done_in_flight(shape)]
     in_flight = [known[i % prompts] + [chance.randrange(256) for _ in range(done)] for i, done in enumerate(begun)]
     await batch(in_flight, WARM)  # an engine's first steps are slow
-    prefill_s, begin_s, alone_s, beside_s = [], [], [], []
-    for _ in range(TURNS):
-        prefill_s.append(await batch([prompt() for _ in range(shape.in_flight // 2)], 1))
-        begin_s.append(await batch(in_flight, 1))
-        alone_s.append(await batch(in_flight, 1 + DECODED))
-        started = time.perf_counter()
-        await asyncio.gather(batch(in_flight, 1 + DECODED), admit(known[0]))
-        beside_s.append(time.perf_counter() - started)
+    prefill_s = await batch([prompt() for _ in range(shape.in_flight // 2)], 1)
+    begin_s = await batch(in_flight, 1)
+    alone_s = await batch(in_flight, 1 + DECODED)
+    started = time.perf_counter()
+    await asyncio.gather(batch(in_flight, 1 + DECODED), admit(known[0]))
+    beside_s = time.perf_counter() - started
     await client.flush()
-    alone = statistics.median(alone_s)
-    prefill = shape.in_flight // 2 * shape.prompt / statistics.median(prefill_s)
+    prefill = shape.in_flight // 2 * shape.prompt / prefill_s
     computed = 1 if radix_cache else shape.prompt  # tokens of each that was admitted
-    held_up = (statistics.median(beside_s) - alone) / ADMITTED - computed / prefill
+    held_up = (beside_s - alone_s) / ADMITTED - computed / prefill
     return EngineSpeeds(
         prefill_tokens_per_s=prefill,
-        decode_tokens_per_s=shape.in_flight * DECODED / (alone - statistics.median(begin_s)),
-        admission_ms=max(0.0, 1000 * held_up),
-        radix_cache=radix_cache,
+        decode_tokens_per_s=shape.in_flight * DECODED / (alone_s - begin_s),
+        admission_ms=1000 * held_up,
     )

@@ -7,9 +7,10 @@
 Two real engines on this CPU, started alike but for the radix cache: one serves every mode that shares prefixes, the
 other `off`; one works at a time. In each round every mode gets the same requests for one slice of time; `scoped` gets
 two slices, and what the second differs by from the first is what this machine can't tell apart. The next round's order
-is the reverse, so that a machine that grows slower meanwhile changes no ratio. Sixteen requests are in flight: groups
-of eight share a prompt of 256 tokens, answers are of 24 to 256. Counted are whole cycles from publication to
-publication; a token that is thrown away doesn't count.
+is the reverse, so that a machine that grows slower meanwhile changes no ratio. Before each slice the speeds of its
+engine are measured for the planner, with nothing published. Sixteen requests are in flight: groups of eight share a
+prompt of 256 tokens, answers are of 24 to 256. Counted are whole cycles from publication to publication; a token that
+is thrown away doesn't count.
 
 The model is large enough for its prefilled token to cost a fraction of a decoded one, as on a GPU: a tiny one decodes
 at the pace of Python and prefills for nothing. What the ratio of these costs is here is measured and printed.
@@ -47,8 +48,9 @@ MODEL = {"hidden_size": 256, "layers": 4}
 # Seconds between the beginnings of two publications. Slime's sequence stands still for one of them, and then prefills
 # again for another one here.
 PARTS = {"every-4-s": 4.0, "every-6-s": 6.0, "every-12-s": 12.0}
-ROUNDS = 2
+ROUNDS = 2  # an even number, for the order to be turned round as often as not
 WARM_S, SLICE_S = 8.0, 24.0  # the longest answers take about as long as the first; the rest of a slice is counted
+CYCLES = 4  # in a slice at least: one alone says more of the machine than of the mode
 NOISE = 0.05  # a loss of more than this in the median is a loss, whatever the spread
 OTHERS: tuple[Mode, ...] = tuple(mode for mode in MODES if mode != "scoped")
 # Each mode beside a slice of `scoped`, and none of them earlier on average, once the order was turned round.
@@ -79,7 +81,7 @@ PLOTS = (
 async def bench_modes(
     say: Say, rows: list[Row], parts: Collection[str] = tuple(PARTS), *, rounds: int = ROUNDS
 ) -> dict[str, Any]:
-    """Add all rows to `rows`, those of each interval as soon as it is done; some six minutes for each.
+    """Add all rows to `rows`, those of each interval as soon as it is done; some ten minutes for each.
 
     Returns every slice and the engine's speeds (ModeResults), for the planner. Raises EngineStartError, EngineError,
     PublicationError or BenchError.
@@ -110,19 +112,20 @@ async def measure(
     interval_s: float,
     rounds: int,
     warm_s: float = WARM_S,
-    slice_s: float = SLICE_S,
+    slice_s: float | None = None,
 ) -> None:
     """Add speeds and slices to `results`: `rounds` rounds over all modes, `scoped` twice in each."""
     warm = math.ceil(warm_s / interval_s)
+    slice_s = max(SLICE_S, CYCLES * interval_s) if slice_s is None else slice_s
     prompts = round(groups_in_flight(results.shape.traffic(interval_s)))
     for seed in range(rounds):
-        for client in (sharing, off):
+        for mode in ORDER[:: -1 if seed % 2 else 1]:
+            client = off if mode == "off" else sharing
             chance = random.Random(f"speeds/{len(results.speeds)}")
             found = await measure_speeds(client, results.shape, prompts, chance, radix_cache=client is sharing)
             results.speeds.append(found)
-        for mode in ORDER[:: -1 if seed % 2 else 1]:
             done = await run_slice(
-                off if mode == "off" else sharing,
+                client,
                 mode,
                 results.shape,
                 interval_s=interval_s,
@@ -193,21 +196,18 @@ def told_rows(mode: Mode, every: str, results: ModeResults, interval_s: float) -
 
 def speed_rows(results: ModeResults) -> list[Row]:
     """Which say what a prefilled token costs beside a decoded one."""
-    rows = []
-    for radix_cache, engine in ((True, "engine alone"), (False, "engine alone, without a radix cache")):
-        speeds = results.typical_speeds(radix_cache)
-        rows += [
-            _plain(f"{engine}: prefilled tokens per second", speeds.prefill_tokens_per_s),
-            _plain(
-                f"{engine}: decoded tokens per second, {results.shape.in_flight} at once", speeds.decode_tokens_per_s
-            ),
-            _plain(
-                f"{engine}: prefilled tokens that cost as much as one decoded",
-                speeds.prefill_tokens_per_s / speeds.decode_tokens_per_s,
-            ),
-            _plain(f"{engine}: ms that an admission takes besides what it prefills", speeds.admission_ms),
-        ]
-    return rows
+    speeds = results.typical_speeds()
+    return [
+        _plain("engine alone: prefilled tokens per second", speeds.prefill_tokens_per_s),
+        _plain(
+            f"engine alone: decoded tokens per second, {results.shape.in_flight} at once", speeds.decode_tokens_per_s
+        ),
+        _plain(
+            "engine alone: prefilled tokens that cost as much as one decoded",
+            speeds.prefill_tokens_per_s / speeds.decode_tokens_per_s,
+        ),
+        _plain("engine alone: ms that an admission takes besides what it prefills", speeds.admission_ms),
+    ]
 
 
 def _ratios(peer: Sequence[Slice], ours: Sequence[Slice]) -> list[float]:

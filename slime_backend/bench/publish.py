@@ -8,7 +8,8 @@ Three ways on the same engines and under the same load, in turns:
 
 The load: so many requests in flight on each engine, of 48 prompt and 256 output tokens, sent again as soon as one
 ends, also where an abort ended it. Each standstill begins once nine in ten of them decode. An abort pause asks once a
-second whether anything still runs; that is the peer's second. The engines serve a tiny model, so a pause waits for a
+second whether anything still runs; that is the peer's second. "Resumed" is the last resume's answer in all three; ours
+then ask each scheduler whether it runs, and it does meanwhile. The engines serve a tiny model, so a pause waits for a
 short step; the controller, the clients of the load and the engines share this machine's cores.
 """
 
@@ -31,7 +32,7 @@ from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, cost_row, keep
 from slime_backend.bench.slime_sequence import Stop, slime_sequence
 from slime_backend.engine_client import EngineClient
-from slime_backend.engine_process import DEFAULT_HOOKS
+from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.fleet import Fleet, admit
 from slime_backend.local_trainer.models import make_tiny_model
 from slime_backend.policy import decide
@@ -194,11 +195,16 @@ def barrier_rows(found: Measured, where: str) -> list[Row]:
 
 
 def resumed_rows(found: Measured, where: str) -> list[Row]:
+    """Until the last resume is answered, on both sides alike; and, of ours alone, until all schedulers' counts have
+    shown it, with the engines at work again."""
     peer = [stop.resumed_ms for stop in found.slime]
-    return [
-        cost_row(f"pause to resumed, {way}, {where}, ms", peer, [report.wall_ms for report in reports], at_least=1)
-        for way, reports in (("retract", found.retract), ("scoped", found.scoped))
-    ]
+    rows = []
+    for way, reports in (("retract", found.retract), ("scoped", found.scoped)):
+        answered = phase(reports, "paused_ms")
+        rows.append(cost_row(f"pause to resumed, {way}, {where}, ms", peer, answered, at_least=1))
+        verified = [report.wall_ms for report in reports]
+        rows.append(cost_row(f"pause to resumed and verified, {way}, {where}, ms", None, verified))
+    return rows
 
 
 def split_rows(found: Measured, where: str) -> list[Row]:
@@ -214,7 +220,12 @@ def split_rows(found: Measured, where: str) -> list[Row]:
     ]
     for way, reports in (("retract", found.retract), ("scoped", found.scoped)):
         flush = "flush and evidence" if way == "retract" else "evidence of the pause"
-        phases = {"pause": "pause_ms", flush: "flush_ms", "label, confirmed": "label_ms", "resume": "resume_ms"}
+        phases = {
+            "pause": "pause_ms",
+            flush: "flush_ms",
+            "label, confirmed": "label_ms",
+            "resume, confirmed": "resume_ms",
+        }
         rows += [cost_row(f"{way}: {name}, {where}, ms", None, phase(reports, ms)) for name, ms in phases.items()]
     lost = median(found.aborted_by_slime), max(found.aborted_by_us)
     rows.append(Row(f"requests that a publication aborts, {where}", *lost, None, "none", lost[1] == 0))
@@ -232,7 +243,7 @@ def phase(reports: Sequence[PublicationReport], name: str) -> list[float]:
 
 @asynccontextmanager
 async def engines_on(model: Path, logs: Path, count: int) -> AsyncIterator[list[EngineClient]]:
-    hooks: dict[str, Any] = {f"{i}": (*DEFAULT_HOOKS, "scope") for i in range(count)}
+    hooks: dict[str, Any] = {f"{i}": (*RUN_HOOKS, "scope") for i in range(count)}
     async with running_engines(model, logs, f"of-{count}", hooks, max_total_tokens=300_000) as clients:
         yield list(clients.values())
 

@@ -11,6 +11,7 @@ the one to refuse.
     kv_spans       kv_spans.py        meta_info: which weights sampled each token, and which computed its context
     scope          scope.py           radix-cache keys: the weight epoch; sweeps older entries at a publication
     swa_anchors    swa_anchors.py     radix cache: keeps a sliding window where prompts may diverge
+    paused_sleep   paused_sleep.py    lets a paused scheduler sleep until the next message
     retract_flush  retract_flush.py   lets a flush through after a retract pause, where SGLang refuses it
     sampled_spans  sampled_spans.py   meta_info: which weights sampled each token, where SGLang doesn't say
     hook_switch    hook_switch.py     takes the others out of a running engine and puts them back, for a bench
@@ -32,6 +33,7 @@ HOOK_MODULES: dict[str, str] = {
     "kv_spans": "slime_backend.engine_plugin.kv_spans",
     "scope": "slime_backend.engine_plugin.scope",
     "swa_anchors": "slime_backend.engine_plugin.swa_anchors",
+    "paused_sleep": "slime_backend.engine_plugin.paused_sleep",
     "retract_flush": "slime_backend.engine_plugin.retract_flush",
     "sampled_spans": "slime_backend.engine_plugin.sampled_spans",
     "hook_switch": "slime_backend.engine_plugin.hook_switch",

@@ -49,7 +49,7 @@ def _cells(results: ModeResults) -> list[Cell]:
     for interval_s in results.intervals():
         traffic = results.shape.traffic(interval_s)
         for mode in MODES:
-            prediction = predict(mode, traffic, speeds_of(results, mode))
+            prediction = predict(mode, traffic, speeds_of(results))
             for figure in FIGURES:
                 measured = results.median(mode, interval_s, MEASURED.get(figure, figure))
                 cells.append(Cell(mode, interval_s, figure, measured, getattr(prediction, figure)))

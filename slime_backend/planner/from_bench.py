@@ -9,10 +9,9 @@ from slime_backend.planner.work import Mode
 CALIBRATED_BY: Mode = "scoped"
 
 
-def speeds_of(results: ModeResults, mode: Mode = CALIBRATED_BY) -> Speeds:
-    """Of the engine that serves the mode, alone, and the standstill of one mode; every other figure of the slices is
-    left to be predicted."""
-    alone = results.typical_speeds(radix_cache=mode != "off")
+def speeds_of(results: ModeResults) -> Speeds:
+    """Of an engine alone, and the standstill of one mode; every other figure of the slices is left to be predicted."""
+    alone = results.typical_speeds()
     stops = sorted(s.paused_ms for s in results.slices if s.mode == CALIBRATED_BY)
     return Speeds(
         prefill=alone.prefill_tokens_per_s,

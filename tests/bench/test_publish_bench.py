@@ -83,8 +83,9 @@ def test_a_request_of_the_load_that_fails_ends_the_bench(run_async: Any) -> None
 
 
 def measured(slime_ms: float, our_ms: float) -> Measured:
-    outcome = EngineOutcome("e", pause_ms=1.0, flush_ms=our_ms - 1, label_ms=2.0, resume_ms=3.0)
-    report = PublicationReport("v1", "v0", "p", "none", verified_ms=our_ms, wall_ms=our_ms + 5, engines=[outcome])
+    phases = {"pause_ms": 1.0, "flush_ms": our_ms - 1, "label_ms": 2.0, "resume_ms": 3.0}
+    engines = [EngineOutcome(f"e{i}", **phases, paused_ms=our_ms + 3 + i) for i in range(2)]
+    report = PublicationReport("v1", "v0", "p", "none", verified_ms=our_ms, wall_ms=our_ms + 5, engines=engines)
     stops = [Stop(slime_ms, slime_ms + 5)] * 3
     return Measured(1, 32, stops, [report] * 3, [report] * 3, [32, 31, 32], [0, 0, 0])
 
@@ -97,6 +98,12 @@ def test_the_goals(slime_ms: float, our_ms: float, holds: tuple[bool, bool]) -> 
     assert (barrier.holds, split[0].holds) == holds
     assert (split[-1].peer, split[-1].ours) == (32, 0)
     assert split[-1].holds
+
+
+def test_resumed_is_the_last_answer_on_both_sides() -> None:
+    resumed, verified, *_ = publish.resumed_rows(measured(1000, 20), "2 engines")
+    assert (resumed.peer, resumed.ours, resumed.ratio) == (1005, 24, pytest.approx(1005 / 24, abs=0.01))
+    assert (verified.peer, verified.ours, verified.goal) == (None, 25, "-")
 
 
 def test_the_plots_find_their_cases() -> None:

@@ -150,11 +150,13 @@ def test_rounds_of_fan_out_and_append(anchored: Anchored) -> None:
 def test_prompts_around_one_and_two_windows(anchored: Anchored, windows: int) -> None:
     for extra in (-1, 0, 1):
         length = windows * WINDOW + extra
-        head = text(length)
-        for tail in (0, 1):  # the head alone, and one token more
-            anchored.ask(head + text(tail), [length])
-        for tail in (1, 2, WINDOW):
-            assert anchored.found(head + text(tail), [length]) == length
+        head, behind = text(length), set()  # behind: tokens that the cache has behind the head, sampled ones among them
+        for tail in (text(0), text(1)):  # the head alone, and one token more
+            behind.add([*tail, *anchored.ask(head + tail, [length])["output_ids"]][0])
+        for more in (0, 1, WINDOW - 1):
+            first = next(token for token in range(256) if token not in behind)
+            behind.add(first)
+            assert anchored.found([*head, first, *text(more)], [length]) == length
 
 
 def test_a_low_branch_does_not_hide_the_anchors_above_it(anchored: Anchored) -> None:

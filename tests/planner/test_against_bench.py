@@ -22,8 +22,7 @@ from slime_backend.planner.work import MODES
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docs" / "benchmarks" / "modes.json"
-# Two slices of this mode differed by 40 % in that run: docs/planner.md.
-OFF: set[tuple[str, float, str]] = {("requeue", 4.0, "tokens_per_s"), ("requeue", 4.0, "lag")}
+OFF: set[tuple[str, float, str]] = {("retract", 6.0, "lag")}
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +58,6 @@ def test_the_formulas_of_another_mode_would_not_do(runs, cells):
     for run in runs:
         for cell in compare([run]):
             for other in MODES:
-                prediction = predict(other, run.shape.traffic(cell.interval_s), speeds_of(run, other))
+                prediction = predict(other, run.shape.traffic(cell.interval_s), speeds_of(run))
                 taken[other == cell.mode] += replace(cell, predicted=getattr(prediction, cell.figure)).close
     assert taken[True] / len(cells) > 2 * taken[False] / (len(cells) * (len(MODES) - 1))

@@ -126,9 +126,7 @@ def test_a_file_that_is_not_the_bench_s_fails(tmp_path, monkeypatch, capfd):
 def test_the_measurements_of_a_bench_stand_beside_their_predictions(tmp_path: Path):
     shape = Shape(prompt=100, group=4, answers=(50,), in_flight=8, chunk=1000)
     slices = [Slice(mode, 100.0, 0, 100.0, 1, 10, 8000, 0, 9000, 0.05, 0.05, 1000.0) for mode in MODES]
-    results = mode_results.ModeResults(
-        shape, {}, [EngineSpeeds(1000, 100, 0, True), EngineSpeeds(1000, 100, 0, False)], slices
-    )
+    results = mode_results.ModeResults(shape, {}, [EngineSpeeds(1000, 100, 0)], slices)
     path = tmp_path / "modes.json"
     path.write_text(json.dumps({"runs": [{"details": results.to_json()}]}))
     data = json.loads(plan("--bench", str(path), "--json"))

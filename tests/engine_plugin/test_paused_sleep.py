@@ -1,0 +1,81 @@
+"""A paused scheduler sleeps until the next message, and wakes for it: on stand-ins here, on real engines below."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from engine_api import Api, Background, Serve
+
+from slime_backend.engine_plugin import paused_sleep
+from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
+from slime_backend.wire import ACTIVE
+
+AWAKE_S, DEADLINE_S = 1.0, 30.0  # of CPU that a scheduler which doesn't sleep has used up by the deadline
+ASLEEP_S, ASLEEP_SHARE = 3.0, 0.2  # of one core
+
+
+@pytest.mark.parametrize(
+    ("paused", "deferred", "slept"), [(True, [], 1), (True, None, 1), (True, ["a message"], 0), (False, [], 0)]
+)
+def test_it_sleeps_only_while_paused_with_nothing_put_back(paused: bool, deferred: Any, slept: int) -> None:
+    calls: list[int] = []
+    scheduler = SimpleNamespace(_engine_paused=paused, maybe_sleep_on_idle=lambda: calls.append(1))
+    if deferred is not None:  # SGLang 0.5.15.post1 puts nothing back
+        scheduler._deferred_input_requests = deferred
+    assert paused_sleep._after_messages(None, scheduler, []) is None
+    assert len(calls) == slept
+
+
+def scheduler_of(api: Api) -> psutil.Process:
+    port = api.url.rpartition(":")[2]
+    servers = [p for p in psutil.process_iter(["cmdline"]) if port in (p.info["cmdline"] or [])]
+    children = {child.pid: child for server in servers for child in server.children(recursive=True)}
+    (found,) = (child for child in children.values() if "scheduler" in " ".join(child.cmdline()))
+    return found
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def paused_in_flight(api: Api, mode: str) -> Background:
+    """A long request, paused while it decodes."""
+    call = Background(api.generate, [7] * 50, 200)
+    api.until(lambda report: report.kv.running > 0, "decoding")
+    assert api.call("/pause_generation", {"mode": mode})[0] == 200
+    api.until(lambda report: report.kv.paused, "paused")
+    return call
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_paused_engine_leaves_its_core_and_wakes(engine: LocalEngine, mode: str) -> None:
+    api = Api(engine.url)
+    assert api.report().hooks["paused_sleep"] == ACTIVE
+    call = paused_in_flight(api, mode)
+    scheduler = scheduler_of(api)
+    before = cpu_s(scheduler)
+    time.sleep(ASLEEP_S)
+    assert cpu_s(scheduler) - before < ASLEEP_SHARE * ASLEEP_S
+    assert api.call("/continue_generation", {})[0] == 200
+    assert len(call.result()["output_ids"]) == 200
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_negative_control_without_the_hook_it_takes_a_core(serve: Serve, tiny_model: Any) -> None:
+    with serve(str(tiny_model), hooks=DEFAULT_HOOKS) as api:
+        call = paused_in_flight(api, "in_place")
+        scheduler = scheduler_of(api)
+        before, until = cpu_s(scheduler), time.monotonic() + DEADLINE_S
+        while cpu_s(scheduler) - before < AWAKE_S:
+            assert time.monotonic() < until, "it sleeps: the hook isn't needed any more"
+            time.sleep(0.2)
+        assert api.call("/continue_generation", {})[0] == 200
+        call.result()
