@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -27,9 +28,9 @@ from slime_backend import engine_guard
 from slime_backend.wire import HOOKS_VARIABLE
 
 LOOPBACK = "127.0.0.1"
-# SGLang 0.5.15.post1 puts its gRPC port 10000 above the HTTP port and doesn't start where that leaves the range
-# (server_args.py:2999).
-HIGHEST_PORT = 65535 - 10000
+# Below those that the system gives to connections (Linux: ip_local_port_range, 32768 and up), low enough for SGLang
+# 0.5.15.post1, which puts its gRPC port 10000 above the HTTP port (server_args.py:2999).
+PORTS = range(20000, 32768)
 DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
 # What a run asks for: also what one SGLang or one kind of model needs, which reports "not needed" elsewhere.
 RUN_HOOKS = (*DEFAULT_HOOKS, "paused_sleep", "retract_flush", "sampled_spans", "swa_anchors")
@@ -44,14 +45,16 @@ class PortOccupiedError(EngineStartError):
 
 
 def free_port() -> int:
-    """A loopback port that was free a moment ago, not above HIGHEST_PORT unless this machine hands out no other."""
-    for _ in range(100):
-        with socket.socket() as probe:
-            probe.bind((LOOPBACK, 0))
-            port = int(probe.getsockname()[1])
-        if port <= HIGHEST_PORT:
-            break
-    return port
+    """A loopback port that was free a moment ago, out of PORTS unless all that were tried are taken.
+
+    An engine binds its port up to a minute after it was chosen, and the system takes ports of its own range for any
+    connection meanwhile.
+    """
+    for port in [*(PORTS.start + secrets.randbelow(len(PORTS)) for _ in range(100)), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return int(probe.getsockname()[1])
+    raise EngineStartError(f"no port of {LOOPBACK} can be listened on")
 
 
 def check_port(port: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime_backend import engine_guard
+from slime_backend import engine_guard, engine_process
 from slime_backend.engine_process import (
     EngineSettings,
     EngineStartError,
@@ -123,6 +123,16 @@ def test_an_occupied_port_is_named(tmp_path, tiny_model):
             engine.start()
     check_port(port)
     check_port(free_port())
+
+
+def test_a_port_is_none_that_the_system_gives_to_connections(monkeypatch):
+    """An engine binds its port long after it was chosen; a taken one is passed over."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        free = free_port()
+        assert free in engine_process.PORTS
+        monkeypatch.setattr(engine_process, "PORTS", range(taken.getsockname()[1], taken.getsockname()[1] + 1))
+        assert free_port() != taken.getsockname()[1]
 
 
 @pytest.mark.engine

@@ -69,6 +69,7 @@ def test_a_paused_engine_leaves_its_core_and_wakes(engine: LocalEngine, mode: st
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.soak  # an engine more
 def test_negative_control_without_the_hook_it_takes_a_core(serve: Serve, tiny_model: Any) -> None:
     with serve(str(tiny_model), hooks=DEFAULT_HOOKS) as api:
         call = paused_in_flight(api, "in_place")
