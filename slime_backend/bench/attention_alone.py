@@ -17,7 +17,6 @@ from typing import Any
 from slime_backend.bench.rows import Row, cost_row
 
 ROUNDS = 7
-DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,9 @@ def _runs(heads: Heads, one: Pass) -> dict[str, Callable[[], Any]]:
     from slime_backend.engine_plugin.cpu_attention import backend_class
 
     length = one.cached + one.new
-    dtype = getattr(torch, DTYPE)
     rows = torch.arange(1, one.requests * length + 1, dtype=torch.int32).view(one.requests, length)  # slot 0 is padding
-    pool = _Pool(heads, one.requests * length + 1, dtype)
-    runner = SimpleNamespace(
-        device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=rows), token_to_kv_pool=pool, dtype=dtype
-    )
+    pool = _Pool(heads, one.requests * length + 1)
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=rows), token_to_kv_pool=pool)
     each = torch.ones(one.requests, dtype=torch.long)
     batch = SimpleNamespace(
         seq_lens=each * length,
@@ -100,8 +96,8 @@ def _runs(heads: Heads, one: Pass) -> dict[str, Callable[[], Any]]:
     )
     layers = [_layer(heads, number) for number in range(heads.layers)]
     tokens = one.requests * one.new
-    q = torch.randn(tokens, heads.query * heads.dim, dtype=dtype)
-    k, v = (torch.randn(tokens, heads.key, heads.dim, dtype=dtype) for _ in range(2))
+    q = torch.randn(tokens, heads.query * heads.dim)
+    k, v = (torch.randn(tokens, heads.key, heads.dim) for _ in range(2))
 
     def run(backend: Any) -> list[Any]:
         backend.init_forward_metadata(batch)
@@ -128,13 +124,13 @@ def _layer(heads: Heads, number: int) -> Any:
 
 
 class _Pool:
-    """Keys and values of each layer, as SGLang's pool for multi-head attention lays them out."""
+    """Keys and values (float32) of each layer, as SGLang's pool for multi-head attention lays them out."""
 
-    def __init__(self, heads: Heads, slots: int, dtype: Any) -> None:
+    def __init__(self, heads: Heads, slots: int) -> None:
         import torch
 
         shape = (heads.layers, slots, heads.key, heads.dim)
-        self._keys, self._values = (torch.randn(shape, dtype=dtype) for _ in range(2))
+        self._keys, self._values = (torch.randn(shape) for _ in range(2))
 
     def get_key_buffer(self, layer_id: int) -> Any:
         return self._keys[layer_id]

@@ -37,7 +37,7 @@ class ModeResults:
         return statistics.median(found)
 
     def typical_speeds(self) -> EngineSpeeds:
-        """Each the median, over both engines: they differ in their radix cache alone, and the machine in the minute."""
+        """Each the median, over both engines: alone they differ less than the machine does from minute to minute."""
         names = [f.name for f in fields(EngineSpeeds)]
         medians = {name: statistics.median(getattr(s, name) for s in self.speeds) for name in names}
         return EngineSpeeds(**{**medians, "admission_ms": max(0.0, medians["admission_ms"])})
