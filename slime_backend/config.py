@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from slime_backend.engine_plugin import check_names
 from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.policy import AskedSharing, Layout, Policy, PolicyError, decide
 from slime_backend.provenance.staleness import StalenessPolicy
@@ -108,6 +109,7 @@ class RunConfig(BaseModel):
             from slime_backend.policy import check_radix_setting
 
             check_radix_setting(policy, True, "disable_radix_cache=false")
+        check_names(self.hooks, "hooks")
         missing = [h for h in ("kv_evidence", "kv_spans") if h not in self.hooks]
         if missing:
             raise ValueError(f"hooks lacks {', '.join(missing)}, without which nothing can be verified or audited")

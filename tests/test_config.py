@@ -45,6 +45,7 @@ def test_a_bare_off_is_a_mode_not_a_boolean(tmp_path, word):
         ("disjoint_prefix_sharing: sometimes", (), "disjoint_prefix_sharing='sometimes'"),
         ("disable_radix_cache: false", (), "disable_radix_cache=false turns the radix cache on.*Ways out"),
         ("hooks: [cpu_attention]", (), "hooks lacks kv_evidence, kv_spans"),
+        ("hooks: [kv_evidence, kv_spans, paused_slep]", (), "hooks names unknown hooks: paused_slep; known are cpu_"),
         ("staleness: drop", (), "staleness=drop does nothing without a bound; give max_version_lag as well"),
         ("staleness: ignore\nmax_version_lag: 1", (), "staleness='ignore': .*'drop', 'mask_tokens' or 'correct'"),
         ("max_version_lag: -1", (), "max_version_lag=-1: .*greater than or equal to 0"),

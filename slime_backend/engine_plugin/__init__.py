@@ -22,6 +22,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections.abc import Iterable
 
 from slime_backend import wire
 
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class UnknownHookError(ValueError):
-    """`REEF_SLIME_HOOKS` names a hook that this version does not have."""
+    """A hook is asked for that this version does not have."""
 
 
 def requested_hooks() -> tuple[str, ...]:
@@ -52,12 +53,17 @@ def requested_hooks() -> tuple[str, ...]:
     Raises UnknownHookError before anything is installed: a misspelt hook is a hook that would be missed silently.
     """
     names = dict.fromkeys(name.strip() for name in os.environ.get(wire.HOOKS_VARIABLE, "").split(",") if name.strip())
+    check_names(names, wire.HOOKS_VARIABLE)
+    return tuple(names)
+
+
+def check_names(names: Iterable[str], where: str) -> None:
+    """Raise UnknownHookError where a name is no hook's; `where` says who gave them."""
     unknown = [name for name in names if name not in HOOK_MODULES]
     if unknown:
         raise UnknownHookError(
-            f"{wire.HOOKS_VARIABLE} names unknown hooks: {', '.join(unknown)}; known are {', '.join(HOOK_MODULES)}"
+            f"{where} names unknown hooks: {', '.join(unknown)}; known are {', '.join(HOOK_MODULES)}"
         )
-    return tuple(names)
 
 
 def register() -> None:
