@@ -12,6 +12,7 @@ the one to refuse.
     scope          scope.py           radix-cache keys: the weight epoch; sweeps older entries at a publication
     swa_anchors    swa_anchors.py     radix cache: keeps a sliding window where prompts may diverge
     paused_sleep   paused_sleep.py    lets a paused scheduler sleep until the next message
+    retract_frees  retract_frees.py   gives the KV slots of all retracted requests back at once
     retract_flush  retract_flush.py   lets a flush through after a retract pause, where SGLang refuses it
     sampled_spans  sampled_spans.py   meta_info: which weights sampled each token, where SGLang doesn't say
     hook_switch    hook_switch.py     takes the others out of a running engine and puts them back, for a bench
@@ -35,6 +36,7 @@ HOOK_MODULES: dict[str, str] = {
     "scope": "slime_backend.engine_plugin.scope",
     "swa_anchors": "slime_backend.engine_plugin.swa_anchors",
     "paused_sleep": "slime_backend.engine_plugin.paused_sleep",
+    "retract_frees": "slime_backend.engine_plugin.retract_frees",
     "retract_flush": "slime_backend.engine_plugin.retract_flush",
     "sampled_spans": "slime_backend.engine_plugin.sampled_spans",
     "hook_switch": "slime_backend.engine_plugin.hook_switch",

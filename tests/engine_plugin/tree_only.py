@@ -104,11 +104,14 @@ class Cache:
             self.check()
         return req
 
-    def finish(self, req: Req, output: Sequence[int] = ()) -> int:
-        """Decode `output`, end the request and return what it had found."""
+    def decode(self, req: Req, output: Sequence[int]) -> None:
         for token in output:
             req.output_ids.append(token)
             self._extend(req, req.kv.kv_committed_len, req.kv.kv_committed_len + 1)
+
+    def finish(self, req: Req, output: Sequence[int] = ()) -> int:
+        """Decode `output`, end the request and return what it had found."""
+        self.decode(req, output)
         req.finished_reason = FINISH_LENGTH(len(output))
         with self._patched():
             common.release_kv_cache(req, self.tree, checkpoint=True)
