@@ -67,17 +67,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, l
     return torch.matmul(logits.softmax(-1), v.float()).to(q.dtype)
 
 
-def in_parts(counts: Sequence[int], most_keys: int) -> list[list[int]]:
-    """Requests in groups for one kernel call each: `counts` of one power of two, so that padding at most doubles the
-    work, and at most `most_keys` keys together, or one request."""
+def by_length(counts: Sequence[int]) -> list[list[int]]:
+    """Requests in groups whose `counts` have one power of two, so that padding at most doubles the work; in each the
+    shortest first, and equal ones in order."""
     buckets: dict[int, list[int]] = {}
-    for request, count in enumerate(counts):
-        buckets.setdefault(count.bit_length(), []).append(request)
-    parts = []
-    for members in buckets.values():
-        size = max(1, most_keys // max(counts[request] for request in members))
-        parts += [members[start : start + size] for start in range(0, len(members), size)]
-    return parts
+    for request in sorted(range(len(counts)), key=counts.__getitem__):
+        buckets.setdefault(counts[request].bit_length(), []).append(request)
+    return list(buckets.values())
 
 
 @functools.cache
@@ -100,7 +96,7 @@ def backend_class() -> type:
             self._extends: list[int] | None = None if extends is None else extends.tolist()
             self._slots: dict[Any, Tensor] = {}
             self._biases: dict[Any, Tensor] = {}
-            self._decode_groups: dict[Any, list[tuple[Tensor, Tensor, Tensor | None]]] = {}
+            self._decode_parts: dict[Any, list[tuple[Tensor | None, Tensor, Tensor | None]]] = {}
 
         def _is_plain(self, layer: Any, forward_batch: Any) -> bool:
             return not (
@@ -209,33 +205,47 @@ def backend_class() -> type:
             output[base:] = 0  # rows that only pad the batch
             return output.view(-1, heads * v_dim)
 
-        def _groups_for(
+        def _parts_for(
             self, in_swa_pool: bool, window: int | None, heads_per_key: int, dtype: Any, most_keys: int
-        ) -> list[Any]:
-            """Decode batch as groups (`in_parts`) of (request indices, slots [B * N], bias or None)."""
+        ) -> list[tuple[Tensor | None, Tensor, Tensor | None]]:
+            """Decode batch in parts for one kernel call each, of at most `most_keys` keys or one request: (request
+            indices B, or None for the whole batch in order; slots [B * N]; bias or None)."""
             key = (in_swa_pool, window, heads_per_key, dtype, most_keys)
-            if key in self._decode_groups:
-                return self._decode_groups[key]
+            if key in self._decode_parts:
+                return self._decode_parts[key]
             starts = [0 if window is None else max(0, length - 1 - window) for length in self._lengths]
             counts = [length - start for length, start in zip(self._lengths, starts, strict=True)]
-            groups = []
-            for members in in_parts(counts, most_keys):
-                widest = max(counts[request] for request in members)
-                inside = torch.arange(widest) < torch.tensor([[counts[request]] for request in members])
-                at = torch.arange(widest) + torch.tensor([[starts[request]] for request in members])
-                rows = torch.tensor([[self._rows[request]] for request in members])
-                # Slot 0 is SGLang's own padding slot.
-                table = self.req_to_token_pool.req_to_token
-                slots = table[rows, at.clamp_(max=table.shape[1] - 1)].long().masked_fill_(~inside, 0)
+            table = self.req_to_token_pool.req_to_token
+            parts: list[tuple[Tensor | None, Tensor, Tensor | None]] = []
+            for members in by_length(counts):
+                lengths = [counts[request] for request in members]
+                rows, widest = torch.tensor([self._rows[request] for request in members]), lengths[-1]
+                if window is None:
+                    slots = table[:, :widest].index_select(0, rows)
+                else:
+                    first = torch.tensor([starts[request] for request in members])
+                    at = (first[:, None] + torch.arange(widest)).clamp_(max=table.shape[1] - 1)
+                    slots = table[rows[:, None], at]
+                outside = None
+                if lengths[0] != widest:
+                    outside = torch.arange(widest) >= torch.tensor(lengths)[:, None]
+                    slots.masked_fill_(outside, 0)  # SGLang's own padding slot
                 if in_swa_pool:
-                    slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots).long()
-                bias = None
-                if min(counts[request] for request in members) != widest:
-                    bias = torch.zeros(inside.shape, dtype=dtype).masked_fill_(~inside, float("-inf"))
-                    bias = bias[:, None, None].expand(-1, 1, heads_per_key, -1)  # the fused kernel wants all queries
-                groups.append((torch.tensor(members), slots.view(-1), bias))
-            self._decode_groups[key] = groups
-            return groups
+                    slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots.long())
+                size = max(1, most_keys // widest)
+                for low in range(0, len(members), size):
+                    high = min(low + size, len(members))
+                    part, width = slice(low, high), lengths[high - 1]
+                    bias = None
+                    if outside is not None and lengths[low] != width:
+                        bias = torch.zeros(high - low, width, dtype=dtype)
+                        bias.masked_fill_(outside[part, :width], float("-inf"))
+                        bias = bias[:, None, None].expand(-1, 1, heads_per_key, -1)  # the kernel wants all queries
+                    in_order = members[part] == list(range(len(counts)))
+                    which = None if in_order else torch.tensor(members[part])
+                    parts.append((which, slots[part, :width].reshape(-1), bias))
+            self._decode_parts[key] = parts
+            return parts
 
         def forward_decode(
             self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
@@ -251,15 +261,13 @@ def backend_class() -> type:
             query = q.reshape(-1, kv_heads, per_key, dim)
             output = query.new_empty(query.shape[0], kv_heads, per_key, v_dim)
             most_keys = GATHER_BYTES // (kv_heads * dim * keys.element_size())
-            for members, slots, bias in self._groups_for(*self._pool_of(layer), per_key, q.dtype, most_keys):
-                size = members.numel()
+            for members, slots, bias in self._parts_for(*self._pool_of(layer), per_key, q.dtype, most_keys):
+                asked = query if members is None else query[members]
+                size = asked.shape[0]
                 key = keys.index_select(0, slots).view(size, -1, kv_heads, dim).to(q.dtype).transpose(1, 2)
                 value = values.index_select(0, slots).view(size, -1, kv_heads, v_dim).to(q.dtype).transpose(1, 2)
-                whole = size == query.shape[0]  # one group holds every request, in order
-                block = attend(
-                    query if whole else query[members], key, value, bias, layer.scaling, layer.logit_cap or 0.0
-                )
-                if whole:
+                block = attend(asked, key, value, bias, layer.scaling, layer.logit_cap or 0.0)
+                if members is None:
                     output = block
                 else:
                     output[members] = block

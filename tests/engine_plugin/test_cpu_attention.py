@@ -169,11 +169,11 @@ def test_a_decode_batch_gathered_in_parts(layer: Layer, monkeypatch: pytest.Monk
     scene.run(layer, {1: 64, 2: 100, 3: 90, 4: 127, 5: 200, 6: 9}, decode=False)
     got, expected = scene.run(layer, dict.fromkeys(range(1, 7), 1), decode=True)
     assert (got.double() - expected).abs().max() < 2e-6
-    (groups,) = scene.backend._decode_groups.values()
-    sizes = [members.numel() for members, _, _ in groups]
+    (parts,) = scene.backend._decode_parts.values()
+    sizes = [members.numel() for members, _, _ in parts]
     assert sum(sizes) == 6
-    assert all(size == 1 or slots.numel() <= most_keys for size, (_, slots, _) in zip(sizes, groups, strict=True))
-    assert len(groups) == (4 if layer.sliding_window_size > 0 else 6)
+    assert all(size == 1 or slots.numel() <= most_keys for size, (_, slots, _) in zip(sizes, parts, strict=True))
+    assert len(parts) == (4 if layer.sliding_window_size > 0 else 6)
 
 
 def test_request_without_new_tokens_empty_batch_and_padding_rows() -> None:
