@@ -29,6 +29,7 @@ from pathlib import Path
 
 from slime_backend.bench.catalog import Say
 from slime_backend.bench.engines import running_engines
+from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, keep
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_plugin import HOOK_MODULES
@@ -45,6 +46,19 @@ ROUNDS = {1: 240, 8: 200, 32: 300}  # batch -> rounds
 WARM_UP = 5
 CONFIDENCE = 0.95
 PARTS = ("hybrid", "dense")  # every hook is active with the first; steps are shorter with the second
+
+PLOTS = tuple(
+    Plot(
+        model,
+        f"Decode with every hook, tiny {model} model",
+        "requests in a batch",
+        "tokens per second",
+        rf"decode, {model}, batch (?P<x>\d+), every hook in; .*",
+        "hooks out",
+        "hooks in",
+    )
+    for model in PARTS
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 
 from slime_backend.bench import overhead
 from slime_backend.bench.overhead import AGAIN, ON, SIDES, Comparison, interval_rank
+from slime_backend.bench.plots import points
 from slime_backend.bench.rows import BenchError
 
 
@@ -34,6 +35,12 @@ def test_the_control_fails_where_two_engines_alike_differ_by_more_than_the_goal_
     ratio: float, holds: bool
 ) -> None:
     assert overhead.row("dense", 8, AGAIN, noisy(ratio, 400)).holds is holds
+
+
+def test_the_plots_show_the_hooks_in_and_not_the_control() -> None:
+    found = Comparison(100.0, 99.0, 0.99, 0.98, 1.0)
+    rows = [overhead.row("dense", 8, side, found) for side in (ON, AGAIN)]
+    assert [[x for x, _ in points(plot, rows)] for plot in overhead.PLOTS] == [[], [8.0]]
 
 
 def test_the_interval_holds_the_true_ratio_as_often_as_it_says() -> None:

@@ -6,6 +6,8 @@ import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +37,14 @@ def test_no_gpu_is_visible() -> None:
 def test_a_row_of_reuse(pairs: Any, goal: Any, expected: Any) -> None:
     row = swa.reuse_row("case", 1000, [(answer(a, 1100), answer(b, 1100)) for a, b in pairs], goal)
     assert (row.peer, row.ours, row.ratio, row.holds) == expected
+
+
+def test_the_wall_of_a_fan_out_is_in_its_plot() -> None:
+    pairs = [(replace(answer(0, 9), seconds=0.5), replace(answer(9, 9), seconds=0.1)) for _ in range(3)]
+    row = swa.wall_row(512, pairs, 5)
+    assert (row.peer, row.ours, row.ratio, row.holds) == (500, 100, 5, True)
+    assert re.fullmatch(swa.PLOTS[0].cases, row.case)["x"] == "512"  # type: ignore[index]
+    assert not swa.wall_row(512, pairs, 5.1).holds
 
 
 def test_the_prompts_are_those_of_the_chat_template() -> None:
