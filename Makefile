@@ -18,7 +18,7 @@ help:
 	@echo "                  of faults, a million ledger records through a hundred kills, 500 planted faults, the gateway under load"
 	@echo "make test-slime    the tests on the real slime; SLIME_SRC names its checkout (0.4 GB more, in $(VENV_SLIME))"
 	@echo "make test-deepspeed    the tests on the real DeepSpeed, with one engine (24 MB more, in $(VENV_DEEPSPEED))"
-	@echo "make bench    measures all benches and writes docs/benchmarks; the better part of an hour"
+	@echo "make bench    measures all benches and writes docs/benchmarks; an hour and a half"
 	@echo "make check   lint, types and tests, as CI does"
 
 env:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make or reuse an environment with DeepSpeed, for trainer=deepspeed on a CPU and for its tests.
-#   scripts/make_deepspeed_env.sh DIR BASE      DIR (20 MB) on top of BASE, an environment made by make_env.sh
+#   scripts/make_deepspeed_env.sh DIR BASE      DIR (24 MB) on top of BASE, an environment made by make_env.sh
 # Then: DIR/bin/reef-slime train configs/cpu_tiny_deepspeed.yaml
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)

@@ -314,6 +314,7 @@ def _fail(message: str, code: int = 1) -> None:
 def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseException], ...]]:
     """(usage errors: exit code 2, failures: exit code 1). Anything else is a bug and keeps its traceback."""
     from slime_backend.bench.rows import BenchError
+    from slime_backend.dispatch import RequestLost
     from slime_backend.engine_client import EngineError
     from slime_backend.engine_process import EngineStartError, PortOccupiedError
     from slime_backend.fleet import FleetError
@@ -330,6 +331,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
         EngineStartError,
         PortOccupiedError,
         FleetError,
+        RequestLost,
         PublicationError,
         AuditError,
         LedgerError,
@@ -337,6 +339,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
         ReportError,
         StalenessError,
         RunError,
+        FloatingPointError,  # a training that diverged
         OSError,
     )
     if "reef_service.cli_gateway" in sys.modules:
@@ -364,7 +367,7 @@ def main() -> None:
 
 
 def _exit(error: BaseException, code: int) -> None:
-    typer.echo(f"reef-slime: {' '.join(str(error).split())}", err=True)
+    typer.echo(f"reef-slime: {' '.join(str(error).split()) or type(error).__name__}", err=True)
     sys.exit(code)
 
 

@@ -12,7 +12,7 @@ import torch
 from slime_backend.local_trainer.console import console_reporter
 from slime_backend.local_trainer.models import load_model
 from slime_backend.provenance.audit import Audit, AuditResult, audit_run
-from slime_backend.provenance.audit_follow import follow
+from slime_backend.provenance.audit_follow import FILE, follow, save_fullest
 
 LOWEST_PRIORITY = 19
 
@@ -36,6 +36,7 @@ def audit_command(
             result = audit_run(
                 run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in, progress=progress
             )
+            _save(run_dir, result)
         else:
             # What the run needs comes first: one thread, and only when nobody else wants the core.
             os.nice(LOWEST_PRIORITY)
@@ -45,6 +46,15 @@ def audit_command(
             result = follow(run_dir, audit, idle_s=idle_s, deadline_s=deadline_s, progress=progress)
     sys.stdout.write(json.dumps(result.to_json()) + "\n" if as_json else _lines(result))
     return result.clean
+
+
+def _save(run_dir: Path, result: AuditResult) -> None:
+    """For the report, where the run has no fuller audit. A run that can't be written to is audited all the same."""
+    try:
+        if not save_fullest(run_dir, result):
+            sys.stderr.write(f"{run_dir}/{FILE} is left as it is: it is of more rollouts\n")
+    except OSError as error:
+        sys.stderr.write(f"{run_dir}/{FILE} can't be written: {error.strerror}; the result stands here only\n")
 
 
 def _lines(result: AuditResult) -> str:

@@ -40,7 +40,7 @@ for _entry in BENCHES:
 
 @bench.command("all")
 def everything(as_json: AsJson = False, folder: Folder = None) -> None:
-    """Every bench, one after the other; the better part of an hour. With --json a line for each.
+    """Every bench, one after the other; an hour and a half. With --json a line for each.
 
     One that ends early doesn't keep the others from running. Exit code 1 if a goal isn't met, or if one ended early."""
     done = [_unless_it_fails(partial(_measure, entry, None, as_json, folder)) for entry in BENCHES]

@@ -17,6 +17,7 @@ from slime_backend.fleet import Fleet, FleetError, Member
 
 ATTEMPTS = 8
 HEALTH_TRIES, HEALTH_S, HEALTH_PAUSE_S = 3, 5.0, 0.2
+REFUSED_PAUSE_S = 0.2  # after an HTTP 5xx, which comes back at once
 WAIT_FOR_ENGINE_S = 60.0  # a publication or a recovering engine may leave nobody routable for a while
 
 
@@ -34,11 +35,12 @@ class Answer:
 async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[[str], None] | None = None) -> Answer:
     """One answer to `body` (SGLang's /generate, not streamed).
 
-    Raises EngineRefused for a request that is itself wrong (HTTP 4xx), RequestLost after `ATTEMPTS` tries or when no
-    engine is routable for `WAIT_FOR_ENGINE_S`.
+    Raises EngineRefused for a request that is itself wrong (HTTP 4xx), RequestLost after `ATTEMPTS` tries, FleetError
+    when no engine is routable for `WAIT_FOR_ENGINE_S`.
     """
     reason = ""
     for attempt in range(1, ATTEMPTS + 1):
+        refused = False
         await wait_routable(fleet)
         with fleet.routed() as member:
             try:
@@ -46,7 +48,7 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
             except EngineRefused as error:
                 if "HTTP 4" in error.seen:
                     raise
-                reason = str(error)
+                reason, refused = str(error), True
             except EngineProtocolError as error:
                 reason = str(error)
             except EngineError as error:
@@ -63,6 +65,8 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
                     return Answer(answer, member.name, attempt)
         if on_retry is not None:
             on_retry(reason)
+        if refused:
+            await asyncio.sleep(REFUSED_PAUSE_S)
     raise RequestLost(f"no answer after {ATTEMPTS} attempts; the last: {reason}")
 
 

@@ -95,6 +95,11 @@ async def _try(
         with suppress(EngineError):
             await client.resume()
         return Finding(name, "does not hold" if isinstance(error, EngineRefused) else "unknown", error.seen, meaning)
+    except TimeoutError:
+        with suppress(EngineError):
+            await client.resume()
+        seen = f"a request of {LONG} tokens didn't end within {ENDS_S:g} s; ask while the engine has less to do"
+        return Finding(name, "unknown", seen, meaning)
     return Finding(name, "holds" if ok else "does not hold", seen, meaning)
 
 
@@ -161,6 +166,7 @@ async def _pause_stands_still(client: EngineClient, mode: Literal["retract", "in
     """A long request is paused: it must neither end nor be lost, and end whole after the resume."""
     async with _flying(client) as flying:
         if flying.done():
+            flying.result()  # it was refused: that is the finding
             return False, f"the probe of {LONG} tokens ended before it could be paused"
         await client.pause(mode)
         await asyncio.sleep(STILL_S)

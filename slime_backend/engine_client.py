@@ -173,7 +173,7 @@ class EngineClient:
             raise EngineProtocolError(self.name, "GET /server_info", "no internal_states")
         try:
             found = [state[REPORT_KEY] for state in states]
-        except KeyError as error:
+        except (KeyError, TypeError) as error:
             raise EngineProtocolError(
                 self.name,
                 "GET /server_info",

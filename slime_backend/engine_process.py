@@ -36,6 +36,9 @@ DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
 RUN_HOOKS = (*DEFAULT_HOOKS, "paused_sleep", "retract_frees", "retract_flush", "sampled_spans", "swa_anchors")
 
 
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
+
+
 class EngineStartError(RuntimeError):
     """The engine did not become ready; the message has its last error line and its log."""
 
@@ -184,10 +187,7 @@ class LocalEngine:
         while time.monotonic() < until:
             if not self.alive():
                 raise EngineStartError(f"{self.name}: the engine ended while starting: {self.last_words()}")
-            with (
-                contextlib.suppress(urllib.error.URLError, OSError),
-                urllib.request.urlopen(self.url + "/health", timeout=2),
-            ):
+            with contextlib.suppress(urllib.error.URLError, OSError), _direct.open(self.url + "/health", timeout=2):
                 return
             time.sleep(0.2)
         raise EngineStartError(f"{self.name}: not ready after {deadline_s:g} s: {self.last_words()}")

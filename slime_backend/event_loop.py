@@ -7,6 +7,7 @@ A barrier over hundreds of engines is many short calls at once, and a call costs
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import signal
 import threading
@@ -24,7 +25,8 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
-    """As `run`, of a command: SIGINT and SIGTERM cancel `work` once, so that its own clean-up runs.
+    """As `run`, of a command: the first SIGINT or SIGTERM cancels `work`, so that its own clean-up runs; further ones
+    do nothing, since every wait of a clean-up has a deadline.
 
     Raises KeyboardInterrupt then.
     """
@@ -33,8 +35,9 @@ def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
+        cancel = functools.cache(task.cancel)
         for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, task.cancel)
+            loop.add_signal_handler(signum, cancel)
         return await work
 
     try:

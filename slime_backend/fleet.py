@@ -182,10 +182,12 @@ async def admit(fleet: Fleet, client: EngineClient) -> Member:
     reports = await client.reports(info)
     check_fit(client.name, info, reports, fleet.policy, fleet.allow)
     active = [{name for name, status in report.hooks.items() if status == ACTIVE} for report in reports]
+    label = await client.weight_version()
+    # Nothing is awaited from here on: an engine is added whole or not at all, and at the version of this moment.
     member = Member(client, hooks=frozenset(set.intersection(*active)))
     fleet.add(member)
     # A paused engine is in somebody's publication, or its publisher died in one: its label says nothing yet.
     trusted = not any(r.kv.paused or r.instance_id in fleet.suspects for r in reports)
-    if trusted and await client.weight_version() == fleet.version:
+    if trusted and label == fleet.version:
         fleet.confirm(member, fleet.version)
     return member

@@ -234,7 +234,7 @@ class HttpChannel:
         if connection.reader.at_eof() or head.headers.get("connection", "").lower() == "close":
             connection.close()
         else:
-            self._idle.append(connection._replace(idle_since=time.monotonic()))
+            self._keep(connection)
         return Response(head.status, content)
 
     @asynccontextmanager
@@ -250,7 +250,7 @@ class HttpChannel:
         finally:
             self._busy.discard(connection)
             if stream.reusable:
-                self._idle.append(connection._replace(idle_since=time.monotonic()))
+                self._keep(connection)
             else:
                 connection.close()
 
@@ -292,6 +292,13 @@ class HttpChannel:
         if method == "POST":
             head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n"
         return head.encode() + b"\r\n"
+
+    def _keep(self, connection: _Connection) -> None:
+        now = time.monotonic()
+        # The oldest lie at the front; after a peak of requests nobody would come to them.
+        while self._idle and now - self._idle[0].idle_since > MAX_IDLE_S:
+            self._idle.pop(0).close()
+        self._idle.append(connection._replace(idle_since=now))
 
     def _kept(self) -> _Connection | None:
         while self._idle:

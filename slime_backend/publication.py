@@ -19,10 +19,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_running, why_not_swept
@@ -31,6 +31,7 @@ from slime_backend.policy import Policy
 from slime_backend.transports import Transport, TransportError
 from slime_backend.wire import SchedulerReport
 
+T = TypeVar("T")
 State = Literal["open", "paused", "verified", "loaded", "labelled", "resumed", "failed"]
 FLUSH_RETRY_S = 0.01  # an overlapped batch drains in milliseconds; the deadline bounds the number of tries
 RESUME_TRIES = 3
@@ -215,14 +216,20 @@ async def publish(fleet: Fleet, transport: Transport, version: str) -> Publicati
         looked = await _on_all(targets, "look", _look)
         started = time.perf_counter()
         confirmed: list[_Target] = []
+        why_not = "the publication was cancelled"
         try:
             confirmed = await _transact(looked, fleet.policy, transport, version, report)
+        except Exception as error:
+            why_not = f"{type(error).__name__}: {error}"
+            raise
         finally:
-            _retire_suspects(fleet, targets, confirmed, report)
-            # Shielded: a cancelled publication (Ctrl-C) must still resume what it paused.
-            confirmed = await asyncio.shield(_resume_all(fleet, targets, confirmed, version, started))
+            _retire_suspects(fleet, targets, confirmed, report, why_not)
+            # A cancelled publication (Ctrl-C) must still resume what it paused.
+            resumed, cancelled = await _to_its_end(_resume_all(fleet, targets, confirmed, version, started))
             report.wall_ms = _ms(started)
-            _settle(fleet, targets, confirmed, report)
+            _settle(fleet, targets, resumed, report, why_not)
+            if cancelled:
+                raise asyncio.CancelledError
         if report.state == "failed":
             raise PublicationError(report)
         return report
@@ -286,7 +293,7 @@ async def _transact(
 
 
 def _retire_suspects(
-    fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], report: PublicationReport
+    fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], report: PublicationReport, why_not: str
 ) -> None:
     """Retire the engines whose weights are unknown, before they resume.
 
@@ -296,12 +303,13 @@ def _retire_suspects(
     for target in targets:
         if target.touched and target not in confirmed:
             fleet.suspects |= {r.instance_id for r in target.before}
-            fleet.retire(target.member, _blame(target.outcome, report))
+            fleet.retire(target.member, _blame(target.outcome, report, why_not))
 
 
-def _blame(outcome: EngineOutcome, report: PublicationReport) -> str:
+def _blame(outcome: EngineOutcome, report: PublicationReport, why_not: str) -> str:
+    """`why_not`: what ended the whole publication, for an engine that has no failure of its own."""
     outcome.failed_step = outcome.failed_step or report.state
-    outcome.reason = outcome.reason or "the publication was cancelled"
+    outcome.reason = outcome.reason or why_not
     return f"not confirmed at {report.version}: {outcome.failed_step}: {outcome.reason}"
 
 
@@ -340,7 +348,9 @@ async def _resume_all(
     return [t for t in confirmed if t in resumed]
 
 
-def _settle(fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], report: PublicationReport) -> None:
+def _settle(
+    fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Target], report: PublicationReport, why_not: str
+) -> None:
     """Write the outcome into the fleet: who is at the new version, who is retired and why.
 
     Where no engine reached the new version, the fleet stays at the old one, and so do the engines whose weights were
@@ -351,7 +361,7 @@ def _settle(fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Targe
             target.outcome.confirmed = True
             fleet.suspects -= {r.instance_id for r in target.before}
             continue
-        why = _blame(target.outcome, report)
+        why = _blame(target.outcome, report, why_not)
         if confirmed or target.touched or target.outcome.paused_ms is None:
             fleet.retire(target.member, why)
     if confirmed:
@@ -359,6 +369,17 @@ def _settle(fleet: Fleet, targets: Sequence[_Target], confirmed: Sequence[_Targe
         fleet.move_to(report.version, [t.member for t in confirmed])
     else:
         report.state = "failed"
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> tuple[T, bool]:
+    """The result of `work`, and whether this task was cancelled meanwhile, any number of times."""
+    task, cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    return task.result(), cancelled
 
 
 async def _ignoring_engine_errors(call: Awaitable[None]) -> None:

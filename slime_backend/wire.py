@@ -133,6 +133,8 @@ class SchedulerReport:
     @classmethod
     def from_json(cls, data: Any) -> SchedulerReport:
         built = _build(cls, data)
+        if not isinstance(built.hooks, dict):
+            raise WireError(f"SchedulerReport: hooks is {built.hooks!r}, not an object")
         return cls(built.instance_id, dict(built.hooks), built.epoch, KvEvidence.from_json(built.kv))
 
     def to_json(self) -> dict[str, Any]:

@@ -26,6 +26,15 @@ from slime_backend.engine_process import (
     free_port,
 )
 
+# A server that is healthy at once.
+HEALTHY = """
+import http.server, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+
 # A stand-in for a server: ignores SIGTERM, has a child of its own, says who they are.
 TREE = """
 import os, signal, subprocess, sys, time
@@ -168,3 +177,19 @@ def test_a_killed_controller_leaves_no_real_engine_running(tmp_path, tiny_model)
         controller.wait()
     assert len(tree) >= 4  # guard, server, scheduler, detokenizer
     assert wait_gone(tree) == []
+
+
+def test_an_engine_is_asked_directly_whatever_proxy_is_set(tmp_path, monkeypatch):
+    with socket.socket() as nobody:  # bound and not listening: what asks it is refused
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        (tmp_path / "config.json").touch()
+        engine = LocalEngine(EngineSettings(model=str(tmp_path)), log_path=tmp_path / "engine.log")
+        healthy = lambda settings, port, _: [sys.executable, "-c", HEALTHY, str(port)]  # noqa: E731
+        monkeypatch.setattr(EngineSettings, "command", healthy)
+        try:
+            engine.start()
+            engine.wait_ready(30.0)
+        finally:
+            engine.stop()

@@ -36,13 +36,25 @@ def test_an_engine_without_the_route_is_asked_for_it_once(run_async: Any) -> Non
     assert all(a == b for a, b in ids)
 
 
-@pytest.mark.parametrize("answer", [[], {}, "text", [{"error": "no such tree"}]])
+NO_HOOKS = {"instance_id": "x", "hooks": None, "epoch": 0, "kv": {}}
+
+
+@pytest.mark.parametrize("answer", [[], {}, "text", [{"error": "no such tree"}], [NO_HOOKS]])
 def test_anything_but_reports_proves_nothing(answer: Any, run_async: Any) -> None:
     async def answering(body: Any) -> Reply:
         return Reply(answer)
 
     with pytest.raises(EngineProtocolError):
         run_async(read(on_reef_slime_reports=answering))
+
+
+@pytest.mark.parametrize("states", [[], None, [None], ["text"], [{}]])
+def test_server_info_without_reports_is_named(states: Any, run_async: Any) -> None:
+    async def answering(body: Any) -> Reply:
+        return Reply({"internal_states": states})
+
+    with pytest.raises(EngineProtocolError, match="server_info"):
+        run_async(read(on_reef_slime_reports=None, on_server_info=answering))
 
 
 def test_a_refusal_is_not_an_absence(run_async: Any) -> None:

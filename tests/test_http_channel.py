@@ -135,6 +135,25 @@ def test_a_connection_that_the_server_closed_is_not_used_again(run_async):
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
+def test_connections_that_nobody_needs_any_more_are_closed(run_async, monkeypatch):
+    ok = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+    async def scenario():
+        async with RawServer(*[ok] * 20) as server:
+            channel = HttpChannel(server.url)
+            await asyncio.gather(*(channel.request("GET", "/", None, 5.0) for _ in range(5)))
+            monkeypatch.setattr("slime_backend.http_channel.MAX_IDLE_S", 0.1)
+            for _ in range(4):  # one connection is enough for these
+                await asyncio.sleep(0.06)
+                await channel.request("GET", "/", None, 5.0)
+            await asyncio.sleep(0.05)
+            connections, gone = server.connections, server.gone
+            channel.close()
+            return connections, gone
+
+    assert run_async(scenario()) == (5, 4)
+
+
 class Impatient(RawServer):
     """Ends each connection with its second request unanswered, as a server does that closes an idle one too late; what
     it has said by then is `said`."""

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from slime_backend.dispatch import generate
-from slime_backend.engine_client import EngineClient
+from slime_backend.engine_client import EngineClient, EngineRefused
 from slime_backend.fleet import Fleet, FleetError, admit
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
@@ -148,6 +148,57 @@ def test_cancelled_in_the_middle_nothing_stays_paused(run_async):
     paused, routable = run_async(scenario())
     assert paused == [False, False]
     assert routable == []  # their weights are unknown
+
+
+def test_cancelled_again_and_again_while_it_resumes_nothing_stays_paused(run_async):
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            engines[0].faults["/continue_generation"] = ["hang_before"]  # until its deadline; then it is asked again
+            publication = asyncio.create_task(publish(fleet, NameTransport(), "v1"))
+            while "/continue_generation" not in engines[0].calls:
+                await asyncio.sleep(0.01)
+            for _ in range(3):
+                publication.cancel()
+                await asyncio.sleep(0.05)
+            with pytest.raises(asyncio.CancelledError):
+                await publication
+            return [e.paused for e in engines], [m.name for m in fleet.routable()], fleet.version
+
+    assert run_async(scenario()) == ([False, False], ["engine0", "engine1"], "v1")
+
+
+def test_what_ended_the_whole_publication_is_every_engines_reason(run_async):
+    class Broken(NameTransport):
+        async def load(self, client, version):
+            raise ValueError("the source has no tensors")
+
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            with pytest.raises(ValueError, match="no tensors"):
+                await publish(fleet, Broken(), "v1")
+            return [e.paused for e in engines], fleet.retired()
+
+    paused, retired = run_async(scenario())
+    assert paused == [False, False]
+    assert list(retired) == ["engine0", "engine1"]
+    assert all(why.endswith("ValueError: the source has no tensors") for why in retired.values())
+
+
+def test_an_engine_whose_admission_fails_is_not_in_the_fleet(run_async):
+    async def scenario():
+        async with (
+            fake_fleet() as (fleet, _),
+            FakeEngine() as late,
+            EngineClient(late.url, name="late") as client,
+        ):
+            late.faults["/model_info"] = ["refuse"]
+            with pytest.raises(EngineRefused):
+                await admit(fleet, client)
+            listed = list(fleet.members)
+            await admit(fleet, client)
+            return listed, [m.name for m in fleet.routable()]
+
+    assert run_async(scenario()) == (["engine0", "engine1"], ["engine0", "engine1", "late"])
 
 
 def _stays_in_the_old_epoch(engine):

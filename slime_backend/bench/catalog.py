@@ -65,8 +65,8 @@ BENCHES = (
     Bench(
         "overhead",
         "the cost of recording (tokens per second)",
-        "The cost of recording: tokens decoded per second with every hook on, beside the plugin off; a quarter of an "
-        "hour.",
+        "The cost of recording: tokens decoded per second with every hook on, beside the same engine with its hooks "
+        "out; a quarter of an hour.",
         ("hybrid", "dense"),
     ),
     Bench(

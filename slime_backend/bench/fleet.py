@@ -9,7 +9,8 @@ as well, so on few cores the times are upper bounds; the controller's own CPU ti
 
     slow     answers each call after 0.5 s
     dead     its connections break at the pause, and from then on
-    hung     takes the pause, and the resume, and answers neither; each has a deadline of 2 s here
+    hung     accepts the calls of the pause and the resume and carries out and answers neither; each has a deadline of
+             2 s here
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ WAYS: tuple[PrefixSharing, ...] = ("retract", "scoped")
 PLOTS = (
     Plot(
         "growth",
-        "Pause to resumed, no bytes, fake engines that answer after 20 ms",
+        "Pause to resumed and verified, no bytes, fake engines that answer after 20 ms",
         "engines",
         "ms",
-        r"pause to resumed, (?P<x>\d+) engines?, retract beside scoped, ms",
+        r"pause to resumed and verified, (?P<x>\d+) engines?, retract beside scoped, ms",
         "retract",
         "scoped",
     ),
@@ -118,7 +119,9 @@ def growth_rows(times: Mapping[tuple[int, PrefixSharing], Times]) -> list[Row]:
             rows.append(growth_row(f"pause to verified, retract, {smallest} beside {engines}, ms", one, many, size))
         retract, scoped = times[size, "retract"], times[size, "scoped"]
         rows.append(
-            cost_row(f"pause to resumed, {engines}, retract beside scoped, ms", retract.resumed, scoped.resumed)
+            cost_row(
+                f"pause to resumed and verified, {engines}, retract beside scoped, ms", retract.resumed, scoped.resumed
+            )
         )
         what = f"the controller's CPU for a publication, {engines}, retract beside scoped, ms"
         rows.append(cost_row(what, retract.cpu, scoped.cpu))

@@ -104,7 +104,7 @@ async def run_slice(
         try:
             await _until_done(publisher, load, (warm + counted) * interval_s + LATE_S)
         finally:
-            publisher.cancel()  # a publication that is under way still resumes what it paused
+            publisher.cancel()
             await asyncio.gather(publisher, return_exceptions=True)
     return summarise(mode, interval_s, seed, warm, load.tries, stops)
 

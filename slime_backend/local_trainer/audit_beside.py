@@ -1,8 +1,10 @@
 """The audit of a run in a process of its own, beside the training.
 
-    async with AuditBeside(config, run_dir) as beside:
-        ...                        train; `beside.news()` after each step: violations found since
-    audit = await beside.result()  it ends with the run; None if it had to be ended before
+    beside = AuditBeside(config, run_dir)
+    beside.start()
+    ...                            train; `beside.news()` after each step: violations found since
+    audit = await beside.result()  it ends with the run; None if it failed
+    beside.stop()                  however the run ended
 
 The process has the lowest priority and one thread, reads files only, and stands behind the guard that engines stand
 behind (engine_guard.py): it can't outlive the trainer, however that ends. If it fails, the training goes on.

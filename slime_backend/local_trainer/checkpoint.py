@@ -3,6 +3,7 @@ never has to make a version a second time, under a name that rollouts already be
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ CHECKPOINT = "trainer.pt"
 
 def version_name(step: int) -> str:
     return f"v{step}"
+
+
+def forget_unpublished(weights: Path, step: int) -> None:
+    """Remove the versions after `step`: a run that ended between the weights and the state of a step never published
+    them, and comes to other weights of that name when it goes on."""
+    for directory in weights.glob("v*"):
+        if version_step(directory.name) > step:
+            shutil.rmtree(directory)
 
 
 def version_step(version: str) -> int:

@@ -104,7 +104,9 @@ def deepspeed_step(engine: Any, groups: Sequence[Sequence[Sample]], config: Grpo
     else:
         engine.optimizer.zero_grad()
     if not math.isfinite(norm) or not math.isfinite(together.loss):
-        raise FloatingPointError(f"gradient norm {norm}, loss {together.loss}: the weights are no longer usable")
+        raise FloatingPointError(
+            f"gradient norm {norm}, loss {together.loss}: the weights are no longer usable; lower learning_rate"
+        )
     return step_metrics(batch, together, config, norm)
 
 

@@ -254,7 +254,9 @@ def grpo_step(
     prefix.backward(leaves)
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
     if not math.isfinite(norm) or not math.isfinite(trained.loss):
-        raise FloatingPointError(f"gradient norm {norm}, loss {trained.loss}: the weights were left as they were")
+        raise FloatingPointError(
+            f"gradient norm {norm}, loss {trained.loss}: the weights were left as they were; lower learning_rate"
+        )
     if trained.signal:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)

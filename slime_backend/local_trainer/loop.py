@@ -24,7 +24,7 @@ from slime_backend.fleet import Fleet
 from slime_backend.local_trainer import models
 from slime_backend.local_trainer.audit_beside import AuditBeside
 from slime_backend.local_trainer.batch import Batch, collect_batch
-from slime_backend.local_trainer.checkpoint import load_trainer_state, version_name
+from slime_backend.local_trainer.checkpoint import forget_unpublished, load_trainer_state, version_name
 from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
@@ -91,6 +91,8 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     run_dir.mkdir(parents=True, exist_ok=True)
     state = load_trainer_state(run_dir) if resume else None  # a run that was ended before step 1 starts over
     first_step = state["step"] if state else 0
+    if resume:
+        forget_unpublished(run_dir / "weights", first_step)
     base = base_model(config)
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed + first_step)
@@ -101,7 +103,6 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
         ratio_low=config.ratio_low,
         ratio_high=config.ratio_high,
     )
-    trainer = make_trainer(config, grpo, run_dir / "weights" / version if state else base, base, run_dir, state)
     tracker = make_tracker(
         config.tracker,
         run_dir,
@@ -111,6 +112,7 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
         settings=config.model_dump(),
         artifacts=config.wandb_artifacts,
     )
+    trainer = make_trainer(config, grpo, run_dir / "weights" / version if state else base, base, run_dir, state)
     reporter.say(f"policy: {config.policy}")
     memory = PeakMemory()
     outcome: dict[str, Any] = {"completed": False}

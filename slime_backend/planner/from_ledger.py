@@ -45,7 +45,7 @@ def read_recorded(run_dir: Path, chunk: float) -> Recorded:
             "longer run, or the traffic by flags"
         )
     engines = len({r.engine for r in records})
-    seconds = max(r.finished_at for r in records) - min(r.submitted_at for r in records)
+    seconds = _busy_s(records)
     if seconds <= 0:
         raise PlanError(f"{run_dir}: its rollouts take no time; the clock of the machine was set back in between")
     tokens = sum(len(r.output_ids) for r in records)
@@ -95,6 +95,15 @@ def speeds_of(recorded: Recorded, prefill_to_decode: float) -> Speeds:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if finished(middle) < recorded.tokens_per_s else (low, middle)
     return at(high)
+
+
+def _busy_s(records: Sequence[RolloutRecord]) -> float:
+    """Seconds in which something was in flight: a run that was interrupted and resumed stood still in between."""
+    busy, until = 0.0, float("-inf")
+    for record in sorted(records, key=lambda r: r.submitted_at):
+        busy += max(0.0, record.finished_at - max(record.submitted_at, until))
+        until = max(until, record.finished_at)
+    return busy
 
 
 def _groups(records: Sequence[RolloutRecord]) -> list[list[RolloutRecord]]:

@@ -110,6 +110,15 @@ def save(run_dir: Path, result: AuditResult) -> None:
     partial.rename(run_dir / FILE)
 
 
+def save_fullest(run_dir: Path, result: AuditResult) -> bool:
+    """Save unless an audit of more rollouts is there; whether it did."""
+    there = load(run_dir)
+    if there is not None and there.rollouts > result.rollouts:
+        return False
+    save(run_dir, result)
+    return True
+
+
 def load(run_dir: Path) -> AuditResult | None:
     """The audit as it stands; None where there is none yet."""
     try:

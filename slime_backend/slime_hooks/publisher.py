@@ -144,8 +144,9 @@ class SlimePublisher:
             self._record(error.report)
             self.settle_routing()
             raise from_publication(error) from error
-        except Exception as error:  # of the transport's preparation: no engine was touched
-            raise PublicationFailed(f"the publication was not begun: {type(error).__name__}: {error}") from error
+        except Exception as error:  # no engine's failure: of the transport's preparation, or of what it reads from
+            self.settle_routing()
+            raise PublicationFailed(f"the publication ended early: {type(error).__name__}: {error}") from error
         self._record(report)
         self.settle_routing()
         figures = {**publication_metrics(report), "retired": len(report.unconfirmed)}

@@ -96,6 +96,10 @@ class DistributedTransport:
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
         """Connect to the engines that have no group yet. An engine that can't be reached fails in `load`."""
+        for client in clients:
+            known = self._pairs.get(client.name)
+            if known is not None and known[0] is not client:  # admitted again: its process may be another one
+                self._drop(client.name)
         await asyncio.gather(*(self._connect(c) for c in clients if c.name not in self._pairs))
 
     async def _connect(self, client: EngineClient) -> None:
@@ -120,18 +124,22 @@ class DistributedTransport:
             why = self._unjoined.get(client.name, "it wasn't there at `prepare`")
             raise TransportError(client.name, f"it didn't join the weight-update group: {why}")
         _, pair = self._pairs[client.name]
-        async with self._joined_pass().reader() as buckets:
-            opened = await client.begin_weight_session()
-            try:
+        opened = False
+        try:
+            async with self._joined_pass().reader() as buckets:
+                opened = await client.begin_weight_session()
                 async for bucket in buckets:
                     await self._send(client, pair, bucket)
                     del bucket  # before the next one is gathered
-            except (EngineError, TransportError):
-                await self._drop(client, pair)
-                raise
-            finally:
-                if opened:
-                    await client.end_weight_session()
+        except BaseException:
+            self._drop(client.name)
+            if opened:
+                # It may hang, and what it answers changes nothing. The others' buckets don't wait for it any more.
+                with suppress(EngineError):
+                    await client.end_weight_session(client.deadlines.control)
+            raise
+        if opened:
+            await client.end_weight_session()
 
     def _joined_pass(self) -> OnePass[list[tuple[str, torch.Tensor]]]:
         if self._pass is None or self._pass.begun:
@@ -161,10 +169,10 @@ class DistributedTransport:
             if isinstance(result, BaseException):
                 raise TransportError(client.name, f"broadcast: {type(result).__name__}: {result}") from result
 
-    async def _drop(self, client: EngineClient, pair: PairGroup) -> None:
+    def _drop(self, engine: str) -> None:
         """Forget a broken group; the next `prepare` makes a new one."""
+        _, pair = self._pairs.pop(engine)
         pair.stop()
-        self._pairs.pop(client.name, None)
 
     async def close(self) -> None:
         for client, pair in self._pairs.values():

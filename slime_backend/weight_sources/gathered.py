@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -92,10 +92,19 @@ class GatheredSource:
         self._leading = True
         try:
             yield
-        finally:
-            with self._lock:
-                self._leading = False
-                self._announce(_OVER)
+        except BaseException:
+            with suppress(RuntimeError):  # a rank that is gone is what ended the block, or comes to light there
+                self._end_leading()
+            raise
+        try:
+            self._end_leading()
+        except RuntimeError as error:
+            raise SourceError(f"the other ranks couldn't be told that it is over: {_first_line(error)}") from error
+
+    def _end_leading(self) -> None:
+        with self._lock:
+            self._leading = False
+            self._announce(_OVER)
 
     def follow(self) -> None:
         """On the other ranks, while rank 0 is inside of `leading`: gather with it."""
@@ -127,10 +136,8 @@ class GatheredSource:
                 self._announce(index)
                 gathered = [(part.name, part.gather()) for part in self._buckets[index]]
             except RuntimeError as error:
-                lost = str(error).splitlines()[0]
-                raise SourceError(
-                    f"the other ranks' pieces of {self._buckets[index][0].name} didn't come: {lost}"
-                ) from error
+                name = self._buckets[index][0].name
+                raise SourceError(f"the other ranks' pieces of {name} didn't come: {_first_line(error)}") from error
         return [(name, tensor) for name, tensor in gathered if tensor is not None]
 
     def _announce(self, index: int = _OVER) -> int:
@@ -164,6 +171,10 @@ class GatheredSource:
                 dist.recv(received, rank, group)
                 place.copy_(received)
         return whole
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _gloo_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 
 import pytest
 
 from slime_backend.config import RunConfig
 from slime_backend.local_trainer import loop
+from slime_backend.local_trainer.checkpoint import load_trainer_state
 from slime_backend.provenance.jsonl import read_jsonl
 from tests.local_trainer.test_loop_staleness import fake_fleet
 
@@ -47,9 +49,17 @@ def test_a_cancelled_run_leaves_a_summary_and_goes_on_where_it_stood(tmp_path, t
     assert not partial["completed"]
     assert 2 <= partial["steps"] <= 3
 
+    # As if it had been ended between the weights and the state of the next step: that version was never published.
+    left = config.run_dir / "weights" / f"v{load_trainer_state(config.run_dir)['step'] + 1}"
+    shutil.rmtree(left, ignore_errors=True)
+    shutil.copytree(config.run_dir / "weights" / "v0", left)
+    (left / "of-an-earlier-attempt").touch()
+
     work = loop.train(config, config.run_dir, resume=True, reporter=loop.Reporter(say=lambda line: None))
     summary = asyncio.run(asyncio.wait_for(work, 60))
     assert summary["completed"]
     assert [row["step"] for row in read_jsonl(config.run_dir / "steps.jsonl")] == [1, 2, 3, 4]
     assert [row["version"] for row in read_jsonl(config.run_dir / "publications.jsonl")][-1] == "v4"
     assert summary["rollouts_doubled"] == 0
+    assert (left / "config.json").is_file()
+    assert not (left / "of-an-earlier-attempt").exists()

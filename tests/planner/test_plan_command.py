@@ -209,6 +209,19 @@ def test_the_traffic_of_a_run_is_read_from_its_ledger(run_dir: Path):
     assert found.prefilled_per_token == pytest.approx((2 * PROMPT + 6) / (8 * ANSWER))
 
 
+def test_the_night_in_which_a_run_stood_still_is_not_its_own(run_dir: Path):
+    """Interrupted after half of the groups, and resumed the next morning."""
+    before = from_ledger.read_recorded(run_dir, 2048)
+    rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    for row in rows[len(rows) // 2 :]:
+        row["submitted_at"] += 30_000
+        row["finished_at"] += 30_000
+    (run_dir / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    after = from_ledger.read_recorded(run_dir, 2048)
+    assert after.tokens_per_s == pytest.approx(before.tokens_per_s)
+    assert after.traffic.in_flight == pytest.approx(before.traffic.in_flight)
+
+
 def test_a_run_is_predicted_at_its_own_throughput(run_dir: Path):
     data = json.loads(plan(str(run_dir), "--json"))
     mine = next(p for p in data["predictions"] if p["mode"] == "scoped")

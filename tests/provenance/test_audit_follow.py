@@ -16,8 +16,8 @@ import time
 import pytest
 
 from slime_backend.local_trainer.models import load_model
-from slime_backend.provenance.audit import Audit, audit_run
-from slime_backend.provenance.audit_follow import Ending, follow, load
+from slime_backend.provenance.audit import Audit, AuditResult, audit_run
+from slime_backend.provenance.audit_follow import Ending, follow, load, save_fullest
 from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.ledger_catch_up import is_written
@@ -205,3 +205,10 @@ def test_when_it_ends():
     assert run((1, True, True, True), (2, False, False, True), (8, True, False, True)) == [False, False, False]
     # Silent, with its writer there: what waits is no silence.
     assert run((1, True, True, False), (12, True, False, True), (12, True, False, False)) == [False, False, True]
+
+
+def test_a_smaller_audit_replaces_no_fuller_one(run_dir):
+    few, many = AuditResult(rollouts=3, recorded=9), AuditResult(rollouts=9, recorded=9)
+    run_dir.mkdir(exist_ok=True)
+    assert [save_fullest(run_dir, result) for result in (few, many, few, many)] == [True, True, False, True]
+    assert load(run_dir) == many

@@ -48,6 +48,19 @@ def test_control_the_count_sees_who_keeps_everything(found):
     assert leader["peak"] >= TENSORS * TENSOR_BYTES > 2 * BUCKET_BYTES + SLACK
 
 
+def test_a_rank_that_is_gone_hides_no_error_of_the_block(template, monkeypatch):
+    leader = source({"a": (2, 3), "b": (4,)}, template)
+
+    def gone(index):
+        raise RuntimeError("Connection closed by peer\nand a stack")
+
+    monkeypatch.setattr(leader, "_announce", gone)
+    with pytest.raises(SourceError, match="the first error"), leader.leading():
+        raise SourceError("the first error")
+    with pytest.raises(SourceError, match=r"told that it is over: Connection closed by peer$"), leader.leading():
+        pass
+
+
 def source(shapes, template):
     parts = [Part(name, shape, torch.float32, lambda: None) for name, shape in shapes.items()]
     return GatheredSource(parts, template, ranks=[0])

@@ -58,7 +58,9 @@ def read_run(run_dir: Path) -> RunFiles:
     run.publications = list(_rows(run, "publications.jsonl", "engines", "publications are not shown"))
     run.audit = _object(run, "audit.json")
     if run.audit is None:
-        run.missing.append("There is no audit.json: the run did not reach its audit, or was told to do none.")
+        run.missing.append(
+            "There is no audit.json: the run did not reach its audit, or makes none; `reef-slime audit` does."
+        )
     rollouts = _read_ledger(run)
     summary = _object(run, "summary.json")
     if summary is None:

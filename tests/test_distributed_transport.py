@@ -1,0 +1,153 @@
+"""The distributed transport when engines fail: stand-ins for the engines and their groups (the real ones:
+test_publication_engine.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from slime_backend.engine_client import Deadlines, EngineRefused, EngineTimeout
+from slime_backend.transports import distributed
+from slime_backend.transports.distributed import DistributedTransport
+
+DEADLINES = Deadlines(load=50.0, control=2.0)
+
+
+class Group:
+    """A PairGroup that sends nothing."""
+
+    made: list[Group]
+
+    def __init__(self, name: str, host: str, timeout_s: float) -> None:
+        self.name, self.port, self.stopped = name, 1, False
+        self.made.append(self)
+
+    def connect(self) -> None:
+        pass
+
+    def broadcast(self, tensors: Any) -> None:
+        if self.stopped:
+            raise InterruptedError("the engine gave up")
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+class Engine:
+    """An EngineClient. `fails`: it refuses a bucket, and its answer to the end of its session never comes."""
+
+    deadlines = DEADLINES
+
+    def __init__(self, name: str, fails: bool = False) -> None:
+        self.name, self.fails = name, fails
+        self.groups: list[str] = []
+        self.received = 0
+        self.ended_within: list[float | None] = []
+
+    async def join_weight_group(self, *, group: str, **where: Any) -> None:
+        self.groups.append(group)
+
+    async def leave_weight_group(self, group: str) -> None:
+        pass
+
+    async def begin_weight_session(self) -> bool:
+        return True
+
+    async def receive_tensors(self, *, group: str, **what: Any) -> None:
+        if self.fails:
+            raise EngineRefused(self.name, "update", "a shape is wrong")
+        self.received += 1
+
+    async def end_weight_session(self, deadline: float | None = None) -> None:
+        self.ended_within.append(deadline)
+        if self.fails:
+            await asyncio.sleep(0.5)
+            raise EngineTimeout(self.name, "end", "no answer")
+
+
+class Source:
+    def named_tensors(self) -> Any:
+        return iter([(f"t{i}", torch.zeros(4)) for i in range(3)])
+
+
+@pytest.fixture
+def transport(monkeypatch: pytest.MonkeyPatch) -> DistributedTransport:
+    monkeypatch.setattr(Group, "made", [], raising=False)
+    monkeypatch.setattr(distributed, "PairGroup", Group)
+    return DistributedTransport(Source(), bucket_bytes=16)  # type: ignore[arg-type]
+
+
+def test_a_failed_engine_says_why_and_nobody_waits_for_its_end(transport: DistributedTransport, run_async: Any) -> None:
+    well, bad = Engine("well"), Engine("bad", fails=True)
+
+    async def scenario() -> None:
+        await transport.prepare("v1", [well, bad])  # type: ignore[list-item]
+        loads = [asyncio.create_task(transport.load(e, "v1")) for e in (well, bad)]  # type: ignore[arg-type]
+        await loads[0]
+        assert not loads[1].done()  # the session of the bad one is still being ended
+        with pytest.raises(EngineRefused, match="a shape is wrong"):
+            await loads[1]
+
+    run_async(scenario())
+    assert well.received == 3
+    assert (well.ended_within, bad.ended_within) == ([None], [DEADLINES.control])
+
+
+def test_a_group_is_made_anew_after_a_failure(transport: DistributedTransport, run_async: Any) -> None:
+    engine = Engine("engine", fails=True)
+
+    async def scenario() -> None:
+        await transport.prepare("v1", [engine])  # type: ignore[list-item]
+        with pytest.raises(EngineRefused):
+            await transport.load(engine, "v1")  # type: ignore[arg-type]
+        engine.fails = False
+        await transport.prepare("v2", [engine])  # type: ignore[list-item]
+        await transport.load(engine, "v2")  # type: ignore[arg-type]
+
+    run_async(scenario())
+    assert len(engine.groups) == 2
+    assert [group.stopped for group in Group.made] == [True, False]
+    assert engine.received == 3
+
+
+def test_a_group_is_made_anew_after_a_cancelled_load(transport: DistributedTransport, run_async: Any) -> None:
+    engine = Engine("engine")
+
+    async def never(**what: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        await transport.prepare("v1", [engine])  # type: ignore[list-item]
+        receive, engine.receive_tensors = engine.receive_tensors, never  # type: ignore[method-assign,assignment]
+        load = asyncio.create_task(transport.load(engine, "v1"))  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        engine.receive_tensors = receive  # type: ignore[method-assign]
+        await transport.prepare("v2", [engine])  # type: ignore[list-item]
+        await transport.load(engine, "v2")  # type: ignore[arg-type]
+
+    run_async(scenario())
+    assert engine.ended_within == [DEADLINES.control, None]
+    assert engine.received == 3
+
+
+def test_a_restarted_engine_of_the_same_name_gets_a_group_of_its_own(
+    transport: DistributedTransport, run_async: Any
+) -> None:
+    before, after = Engine("engine"), Engine("engine")
+
+    async def scenario() -> None:
+        await transport.prepare("v1", [before])  # type: ignore[list-item]
+        await transport.load(before, "v1")  # type: ignore[arg-type]
+        await transport.prepare("v2", [after])  # type: ignore[list-item]
+        await transport.load(after, "v2")  # type: ignore[arg-type]
+        await transport.prepare("v3", [after])  # type: ignore[list-item]
+
+    run_async(scenario())
+    assert (len(before.groups), len(after.groups)) == (1, 1)
+    assert [group.stopped for group in Group.made] == [True, False]

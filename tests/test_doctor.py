@@ -1,0 +1,35 @@
+"""What `reef-slime doctor` says of an engine that is slow or refuses its probes (real ones: test_doctor_engine.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime_backend import doctor
+from slime_backend.engine_client import EngineClient
+from slime_backend.simulation.fake_engine import FakeEngine
+
+
+def test_a_slow_engine_is_unknown_and_left_running(run_async: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ENDS_S", 0.3)
+
+    async def scenario() -> tuple[doctor.Finding, bool]:
+        async with FakeEngine(token_s=0.05) as engine, EngineClient(engine.url) as client:
+            return await doctor._try(client, "retract pause", "", doctor._retract_pause), engine.paused
+
+    finding, paused = run_async(scenario())
+    assert finding.verdict == "unknown"
+    assert finding.seen.startswith("a request of 2000 tokens didn't end within 0.3 s")
+    assert not paused
+
+
+def test_a_probe_that_is_refused_says_what_the_engine_said(run_async: Any) -> None:
+    async def scenario() -> doctor.Finding:
+        async with FakeEngine() as engine, EngineClient(engine.url) as client:
+            engine.faults["/generate"] = ["refuse"]
+            return await doctor._try(client, "retract pause", "", doctor._retract_pause)
+
+    finding = run_async(scenario())
+    assert finding.verdict == "does not hold"
+    assert "/generate refused" in finding.seen
