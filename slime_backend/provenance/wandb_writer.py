@@ -1,8 +1,16 @@
-"""A run in Weights & Biases: metrics, the rollout table, alerts, and on request artifacts that refer to its files."""
+"""A run in Weights & Biases: metrics, the rollout table, alerts, and on request artifacts that refer to its files.
+
+W&B 0.30 and 0.31 lose what an offline run recorded last, now and then: their service ends without writing its buffer
+(0.31.0: of short runs on two busy cores one in five left a file without a record). So what is told to an offline run is
+kept, the last of it is looked for in the file, and where it is missing all of it is told once more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +20,9 @@ from slime_backend.provenance.segments import list_segments
 from slime_backend.provenance.tracker import STEP_METRICS, TABLE_COLUMNS, plain_figures
 
 ARTIFACT_S = 60  # to wait for an artifact to be stored, online
+END = "reef/recorded_to_its_end"  # of the summary: the last thing that a run is told
+TIMES = 8  # that an offline run is told everything
+WRITTEN_S = 1.0  # after a run's end
 
 
 class WandbWriter:
@@ -34,38 +45,65 @@ class WandbWriter:
         id_file = run_dir / "wandb_id"
         run_id = id_file.read_text().strip() if id_file.is_file() else wandb.sdk.lib.runid.generate_id()
         id_file.write_text(run_id + "\n")  # a resumed run goes on in the same W&B run
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            id=run_id,
-            resume="allow",
-            mode=mode,
-            dir=str(run_dir),
-            config=dict(settings),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        self._init: dict[str, Any] = {
+            "project": project,
+            "name": name,
+            "id": run_id,
+            "mode": mode,
+            "config": dict(settings),
+        }
+        self._told: list[Callable[[Any], None]] = []
+        self._run = self._begin(run_dir)
         self.directory: str | None = str(Path(self._run.dir).parent)
+
+    def _begin(self, folder: Path) -> Any:
+        quiet = self._wandb.Settings(silent=True, console="off")
+        run = self._wandb.init(**self._init, resume="allow", dir=str(folder), settings=quiet)
         for family, step in STEP_METRICS.items():
-            self._run.define_metric(step)
-            self._run.define_metric(f"{family}/*", step_metric=step)
+            run.define_metric(step)
+            run.define_metric(f"{family}/*", step_metric=step)
+        return run
+
+    def _tell(self, what: Callable[[Any], None]) -> None:
+        if not self._online:
+            self._told.append(what)
+        what(self._run)
 
     def log(self, family: str, step: int, row: Mapping[str, float | int]) -> None:
-        self._run.log({STEP_METRICS[family]: step, **row})
+        self._tell(lambda run: run.log({STEP_METRICS[family]: step, **row}))
 
     def alert(self, alert: Alert) -> None:
-        self._run.alert(title=alert.title, text=alert.text, level=alert.level)
+        self._tell(lambda run: run.alert(title=alert.title, text=alert.text, level=alert.level))
 
     def finish(self, summary: Mapping[str, Any], table: Sequence[tuple[Any, ...]]) -> None:
-        self._run.log({"rollouts": self._wandb.Table(columns=list(TABLE_COLUMNS), data=[list(row) for row in table])})
-        for key, value in plain_figures(summary).items():
-            self._run.summary[key] = value
+        """Raises OSError where W&B's file is not whole after several attempts."""
+        columns, rows = list(TABLE_COLUMNS), [list(row) for row in table]
+        figures = {**plain_figures(summary), END: True}
         try:
+            self._tell(lambda run: run.log({"rollouts": self._wandb.Table(columns=columns, data=rows)}))
             if self._with_artifacts:
-                self._log_artifacts()
+                self._tell(self._log_artifacts)
+            self._tell(lambda run: run.summary.update(figures))
         finally:
             self._run.finish()
+        if not self._online:
+            self._make_whole(Path(str(self.directory)))
 
-    def _log_artifacts(self) -> None:
+    def _make_whole(self, directory: Path) -> None:
+        for _ in range(TIMES - 1):
+            if _is_whole(directory):
+                return
+            with tempfile.TemporaryDirectory(dir=self._run_dir, prefix=".wandb-") as again:
+                run = self._begin(Path(again))
+                for what in self._told:
+                    what(run)
+                run.finish()
+                shutil.rmtree(directory)
+                shutil.move(Path(run.dir).parent, directory)
+        if not _is_whole(directory):
+            raise OSError(f"W&B left {directory} without what it was told last; the run's own files have all of it")
+
+    def _log_artifacts(self, run: Any) -> None:
         """Per step, the rollouts that were trained on and the weight version that came of them.
 
         Artifacts refer to the run's files and copy nothing. Every version names its rollouts in `trained_on`; W&B's own
@@ -82,13 +120,23 @@ class WandbWriter:
             rollouts = self._wandb.Artifact(trained_on, type="rollouts", metadata=facts)
             for path in segments:
                 rollouts.add_reference(path.resolve().as_uri(), name=path.name, checksum=False)
-            logged = self._run.log_artifact(rollouts)
+            logged = run.log_artifact(rollouts)
             if self._online:
-                self._run.use_artifact(logged.wait(timeout=ARTIFACT_S))
+                run.use_artifact(logged.wait(timeout=ARTIFACT_S))
             made = self._wandb.Artifact(
                 f"{self._name}-weights-{version}",
                 type="model",
                 metadata={"weight_version": version, "step": step, "trained_on": trained_on},
             )
             made.add_reference(weights.resolve().as_uri(), checksum=False)
-            self._run.log_artifact(made)
+            run.log_artifact(made)
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether the file of an offline run has what the run was told last; it may come a moment after the run's end."""
+    until = time.monotonic() + WRITTEN_S
+    while not any(END.encode() in file.read_bytes() for file in directory.glob("*.wandb")):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True

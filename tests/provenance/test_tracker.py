@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -140,8 +142,9 @@ def test_online_a_version_uses_the_rollouts_that_trained_it(tmp_path):
 
     run_dir = run_of_one_step(tmp_path)
     writer = WandbWriter(run_dir, mode="offline", project="p", name="x", settings={})
-    own, writer._run, writer._online = writer._run, Run(), True
-    writer._log_artifacts()
+    own = writer._run
+    writer._online = True
+    writer._log_artifacts(Run())
     own.finish()
     assert calls == [("log", "x-rollouts-v1"), ("use", "x-rollouts-v1"), ("log", "x-weights-v1")]
 
@@ -172,6 +175,53 @@ def _artifacts(record) -> list:
     if record.HasField("request") and record.request.HasField("log_artifact"):
         found.append(record.request.log_artifact.artifact)
     return found
+
+
+def lose_the_file(monkeypatch, times):
+    """W&B as it is now and then, `times` times in a row: it ends a run without writing what it holds."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed; pip install 'reef-slime[wandb]'")
+    finish, left = wandb.Run.finish, [times]
+
+    def losing(run):
+        finish(run)
+        if left[0]:
+            left[0] -= 1
+            time.sleep(0.5)  # what it writes after the end would be written behind our cut
+            for file in Path(run.dir).parent.glob("*.wandb"):
+                file.write_bytes(file.read_bytes()[:7])
+
+    monkeypatch.setattr(wandb.Run, "finish", losing)
+
+
+def test_what_wandb_lost_is_told_once_more(tmp_path, caplog, monkeypatch):
+    lose_the_file(monkeypatch, 2)
+    run_dir = run_of_one_step(tmp_path)
+    tracker = make(run_dir, artifacts=True)
+    use(tracker)
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("slime_backend")] == []
+    records = read_wandb(Path(tracker.directory))
+    assert [r.alert.title for r in records if r.HasField("alert")] == [ALERT.title]
+    steps = [
+        item.value_json for r in records for item in r.history.item if "train/step" in (item.key, *item.nested_key)
+    ]
+    assert steps == ["1", "2"]
+    assert len(list(Path(tracker.directory).rglob("rollouts_*.table.json"))) == 1
+    assert sorted(p.name for p in run_dir.iterdir()) == [
+        "rollouts.jsonl",
+        "steps.jsonl",
+        "wandb",
+        "wandb_id",
+        "weights",
+    ]
+
+
+def test_a_file_that_stays_broken_is_said_once(tmp_path, caplog, monkeypatch):
+    lose_the_file(monkeypatch, 99)
+    monkeypatch.setattr("slime_backend.provenance.wandb_writer.TIMES", 2)
+    tracker = make(tmp_path / "run")
+    use(tracker)
+    (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("slime_backend")]
+    assert f"W&B left {tracker.directory} without what it was told last" in said
 
 
 def test_wandb_that_breaks_in_the_middle_is_said_once(tmp_path, caplog, monkeypatch):
