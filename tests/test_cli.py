@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from slime_backend import cli
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -15,6 +17,21 @@ def run(*args: str, cwd: Path = ROOT, timeout: float = 300) -> subprocess.Comple
     return subprocess.run(
         [sys.executable, "-m", "slime_backend.cli", *args], capture_output=True, text=True, cwd=cwd, timeout=timeout
     )
+
+
+@pytest.fixture
+def call(monkeypatch, capfd):
+    """As `run`, in this process, for commands that end before they start anything: a tenth of the time."""
+
+    def called(*args: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", ["reef-slime", *args])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capfd.readouterr()
+        return subprocess.CompletedProcess(args, ended.value.code, out, err)
+
+    return called
 
 
 def test_help_names_the_commands():
@@ -53,14 +70,14 @@ def test_help_names_the_commands():
         (["rollouts", "configs", "--limit", "0"], "Invalid value for '--limit'"),
     ],
 )
-def test_wrong_use_exits_with_two(args, expected):
-    done = run(*args)
+def test_wrong_use_exits_with_two(args, expected, call):
+    done = call(*args)
     assert done.returncode == 2, done.stderr
     assert expected in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
 
-def test_failures_exit_with_one_and_one_line(tmp_path):
+def test_failures_exit_with_one_and_one_line(tmp_path, call):
     config = str(ROOT / "configs" / "cpu_tiny.yaml")
     places = ["--set", f"runs_dir={tmp_path}", "--set", f"models_dir={tmp_path}/models"]
     cases = {
@@ -72,7 +89,7 @@ def test_failures_exit_with_one_and_one_line(tmp_path):
         "holds no run; give a directory": ["report", str(tmp_path)],
     }
     for expected, args in cases.items():
-        done = run(*args)
+        done = call(*args)
         assert done.returncode == 1, done.stderr
         assert expected in done.stderr
         assert done.stderr.strip().count("\n") == 0, done.stderr
