@@ -4,16 +4,47 @@ test_publication_engine.py)."""
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slime_backend.engine_client import Deadlines, EngineRefused, EngineTimeout
 from slime_backend.transports import distributed
-from slime_backend.transports.distributed import DistributedTransport
+from slime_backend.transports.distributed import DistributedTransport, PairGroup
 
 DEADLINES = Deadlines(load=50.0, control=2.0)
+
+
+def test_a_given_up_group_ends_on_a_thread_of_its_own() -> None:
+    """Its destructor waits for what is still being sent: 8 s here, in which nothing else would run on this thread."""
+    pair = PairGroup("given-up", "127.0.0.1", 8.0)
+    peers: list[Any] = []
+
+    def join(name: str, port: int) -> None:
+        store: dist.Store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=8))
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        peers.append(dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=8)))  # and receives nothing
+
+    joining = threading.Thread(target=join, args=(pair.name, pair.port))
+    joining.start()
+    pair.connect()
+    joining.join()
+    sent = torch.zeros(1 << 22)
+    pair.stop()
+    with pytest.raises(InterruptedError):
+        pair.broadcast([sent])
+    (outliving,) = [t for t in threading.enumerate() if t.name == distributed.OUTLIVE]
+    del pair
+    gc.collect()
+    assert outliving.is_alive()  # the destructor would have taken longer than it
+    outliving.join(30)
+    assert not outliving.is_alive()
 
 
 class Group:

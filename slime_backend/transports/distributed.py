@@ -29,6 +29,8 @@ from slime_backend.weight_sources import WeightSource
 from slime_backend.weight_sources.buckets import BUCKET_BYTES, in_buckets
 
 POLL_S = 0.0005
+SLACK_S = 5.0  # gloo ends a send at the group's timeout, or a moment later
+OUTLIVE = "reef-slime-given-up-group"
 
 
 class PairGroup:
@@ -59,17 +61,28 @@ class PairGroup:
         until = time.monotonic() + self.timeout_s
         # The tensors must outlive the sends, so the list holds them.
         works = [(self._group.broadcast([t], options), t) for t in tensors]
-        for work, _ in works:
-            while not work.is_completed():
-                if self._stop.is_set():
-                    raise InterruptedError("the engine gave up")
-                if time.monotonic() > until:
-                    raise TimeoutError(f"the engine took no tensor for {self.timeout_s:g} s")
-                time.sleep(POLL_S)
-            work.wait()
+        try:
+            for work, _ in works:
+                while not work.is_completed():
+                    if self._stop.is_set():
+                        raise InterruptedError("the engine gave up")
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"the engine took no tensor for {self.timeout_s:g} s")
+                    time.sleep(POLL_S)
+                work.wait()
+        except BaseException:
+            threading.Thread(target=_outlive, args=(self._group, works, until), name=OUTLIVE, daemon=True).start()
+            raise
 
     def stop(self) -> None:
         self._stop.set()
+
+
+def _outlive(group: Any, works: Sequence[tuple[Any, torch.Tensor]], until: float) -> None:
+    """Hold a given-up group until nothing is being sent any more: its destructor waits for that, and may run on the
+    event loop, while engines are paused."""
+    while time.monotonic() < until + SLACK_S and not all(work.is_completed() for work, _ in works):
+        time.sleep(0.1)
 
 
 class DistributedTransport:
