@@ -40,7 +40,6 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
     """
     reason = ""
     for attempt in range(1, ATTEMPTS + 1):
-        refused = False
         await wait_routable(fleet)
         with fleet.routed() as member:
             try:
@@ -48,7 +47,8 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
             except EngineRefused as error:
                 if "HTTP 4" in error.seen:
                     raise
-                reason, refused = str(error), True
+                reason = str(error)
+                await asyncio.sleep(REFUSED_PAUSE_S)
             except EngineProtocolError as error:
                 reason = str(error)
             except EngineError as error:
@@ -65,8 +65,6 @@ async def generate(fleet: Fleet, body: Mapping[str, Any], *, on_retry: Callable[
                     return Answer(answer, member.name, attempt)
         if on_retry is not None:
             on_retry(reason)
-        if refused:
-            await asyncio.sleep(REFUSED_PAUSE_S)
     raise RequestLost(f"no answer after {ATTEMPTS} attempts; the last: {reason}")
 
 

@@ -221,23 +221,29 @@ class EngineClient:
             deadline=self.deadlines.load,
         )
 
-    async def begin_weight_session(self) -> bool:
-        """Open the session that 0.5.23 demands around distributed and tensor updates.
+    @asynccontextmanager
+    async def weight_session(self) -> AsyncIterator[None]:
+        """The session that 0.5.23 demands around distributed and tensor updates; nothing on an engine that has no such
+        endpoint (0.5.15.post1), where none is needed.
 
-        Returns False on an engine that has no such endpoint (0.5.15.post1), where none is needed.
+        Its end has a load's deadline, since the engine may have to process the weights. After an error in the block the
+        engine is given up: its end may hang then, what it answers changes nothing, and the error goes on.
         """
         try:
             await self.call("POST", "/begin_weight_update", body={"selector": "all"})
         except EngineRefused as error:
-            if _is_absent(error):
-                return False
+            if not _is_absent(error):
+                raise
+            yield
+            return
+        end = "/end_weight_update"
+        try:
+            yield
+        except BaseException:
+            with suppress(EngineError):
+                await self.call("POST", end, body={}, deadline=self.deadlines.control)
             raise
-        return True
-
-    async def end_weight_session(self, deadline: float | None = None) -> None:
-        """Close it; `deadline`: as for a load, since the engine may have to process the weights."""
-        seconds = self.deadlines.load if deadline is None else deadline
-        await self.call("POST", "/end_weight_update", body={}, deadline=seconds)
+        await self.call("POST", end, body={}, deadline=self.deadlines.load)
 
     async def join_weight_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from slime_backend import cli
+from slime_backend.dispatch import RequestLost
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,6 +95,20 @@ def test_failures_exit_with_one_and_one_line(tmp_path, call):
         assert done.returncode == 1, done.stderr
         assert expected in done.stderr
         assert done.stderr.strip().count("\n") == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RequestLost("no answer after 8 attempts"), "no answer after 8 attempts"),
+        (FloatingPointError("gradient norm nan; lower learning_rate"), "gradient norm nan; lower learning_rate"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_what_fails_on_the_way_is_one_line(error, expected, call, monkeypatch):
+    monkeypatch.setattr(cli, "app", Mock(side_effect=error))
+    done = call("train")
+    assert (done.returncode, done.stderr) == (1, f"reef-slime: {expected}\n")
 
 
 def test_an_occupied_port_is_one_line_and_starts_nothing(tmp_path):

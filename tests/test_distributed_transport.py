@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime_backend.engine_client import Deadlines, EngineRefused, EngineTimeout
+from slime_backend.engine_client import Deadlines, EngineClient, EngineRefused, EngineTimeout
 from slime_backend.transports import distributed
 from slime_backend.transports.distributed import DistributedTransport, PairGroup
 
@@ -84,15 +84,16 @@ class Engine:
     async def leave_weight_group(self, group: str) -> None:
         pass
 
-    async def begin_weight_session(self) -> bool:
-        return True
+    weight_session = EngineClient.weight_session
 
     async def receive_tensors(self, *, group: str, **what: Any) -> None:
         if self.fails:
             raise EngineRefused(self.name, "update", "a shape is wrong")
         self.received += 1
 
-    async def end_weight_session(self, deadline: float | None = None) -> None:
+    async def call(self, method: str, path: str, *, body: Any, deadline: float | None = None) -> None:
+        if path != "/end_weight_update":
+            return
         self.ended_within.append(deadline)
         if self.fails:
             await asyncio.sleep(0.5)
@@ -124,7 +125,7 @@ def test_a_failed_engine_says_why_and_nobody_waits_for_its_end(transport: Distri
 
     run_async(scenario())
     assert well.received == 3
-    assert (well.ended_within, bad.ended_within) == ([None], [DEADLINES.control])
+    assert (well.ended_within, bad.ended_within) == ([DEADLINES.load], [DEADLINES.control])
 
 
 def test_a_group_is_made_anew_after_a_failure(transport: DistributedTransport, run_async: Any) -> None:
@@ -163,7 +164,7 @@ def test_a_group_is_made_anew_after_a_cancelled_load(transport: DistributedTrans
         await transport.load(engine, "v2")  # type: ignore[arg-type]
 
     run_async(scenario())
-    assert engine.ended_within == [DEADLINES.control, None]
+    assert engine.ended_within == [DEADLINES.control, DEADLINES.load]
     assert engine.received == 3
 
 

@@ -186,8 +186,7 @@ def test_an_engine_is_asked_directly_whatever_proxy_is_set(tmp_path, monkeypatch
         monkeypatch.delenv("no_proxy", raising=False)
         (tmp_path / "config.json").touch()
         engine = LocalEngine(EngineSettings(model=str(tmp_path)), log_path=tmp_path / "engine.log")
-        healthy = lambda settings, port, _: [sys.executable, "-c", HEALTHY, str(port)]  # noqa: E731
-        monkeypatch.setattr(EngineSettings, "command", healthy)
+        monkeypatch.setattr(EngineSettings, "command", lambda _, port, __: [sys.executable, "-c", HEALTHY, str(port)])
         try:
             engine.start()
             engine.wait_ready(30.0)

@@ -20,7 +20,8 @@ def forget_unpublished(weights: Path, step: int) -> None:
     """Remove the versions after `step`: a run that ended between the weights and the state of a step never published
     them, and comes to other weights of that name when it goes on."""
     for directory in weights.glob("v*"):
-        if version_step(directory.name) > step:
+        number = directory.name.removeprefix("v")
+        if number.isdecimal() and int(number) > step:  # whatever else a user keeps there stays
             shutil.rmtree(directory)
 
 

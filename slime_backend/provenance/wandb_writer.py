@@ -1,8 +1,8 @@
 """A run in Weights & Biases: metrics, the rollout table, alerts, and on request artifacts that refer to its files.
 
-W&B 0.30 and 0.31 lose what an offline run recorded last, now and then: their service ends without writing its buffer
-(0.31.0: of 144 short runs on two busy cores 20 left a file without a record). So what is told to an offline run is
-kept, the last of it is looked for in the file, and where it is missing all of it is told once more.
+W&B 0.30 and 0.31 lose what an offline run recorded last, now and then: their service ends without writing its buffer.
+So what is told to an offline run is kept, the last of it is looked for in the file, and where it is missing everything
+is told once more.
 """
 
 from __future__ import annotations

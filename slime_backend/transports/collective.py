@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from slime_backend.engine_client import EngineClient, EngineError
+from slime_backend.engine_client import EngineClient
 from slime_backend.event_loop import LoopThread
 from slime_backend.transports.base import TransportError
 
@@ -49,10 +49,9 @@ class CollectiveTransport:
         """Open the engine's weight session, wait until all have been sent to, close it."""
         self._arriving += 1
         await asyncio.sleep(0)  # the loads of all engines begin in one pass of the loop: now each has been counted
-        opened = False
-        try:
+        async with AsyncExitStack() as session:
             try:
-                opened = await client.begin_weight_session()
+                await session.enter_async_context(client.weight_session())
                 waiting = _Waiting(client, asyncio.get_running_loop().create_future())
                 self._waiting[client.name] = waiting
             finally:
@@ -60,14 +59,6 @@ class CollectiveTransport:
                 if not self._arriving:
                     self._ready.set()
             await self._sent(waiting)
-        except BaseException:
-            if opened:
-                # It may hang, and what it answers changes nothing: it is given up already.
-                with suppress(EngineError):
-                    await client.end_weight_session(client.deadlines.control)
-            raise
-        if opened:
-            await client.end_weight_session()
 
     async def _sent(self, waiting: _Waiting) -> None:
         name = waiting.client.name

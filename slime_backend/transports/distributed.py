@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -137,22 +137,16 @@ class DistributedTransport:
             why = self._unjoined.get(client.name, "it wasn't there at `prepare`")
             raise TransportError(client.name, f"it didn't join the weight-update group: {why}")
         _, pair = self._pairs[client.name]
-        opened = False
         try:
-            async with self._joined_pass().reader() as buckets:
-                opened = await client.begin_weight_session()
+            # The session ends outside of the reader: the others' buckets don't wait for it.
+            async with AsyncExitStack() as session, self._joined_pass().reader() as buckets:
+                await session.enter_async_context(client.weight_session())
                 async for bucket in buckets:
                     await self._send(client, pair, bucket)
                     del bucket  # before the next one is gathered
         except BaseException:
             self._drop(client.name)
-            if opened:
-                # It may hang, and what it answers changes nothing. The others' buckets don't wait for it any more.
-                with suppress(EngineError):
-                    await client.end_weight_session(client.deadlines.control)
             raise
-        if opened:
-            await client.end_weight_session()
 
     def _joined_pass(self) -> OnePass[list[tuple[str, torch.Tensor]]]:
         if self._pass is None or self._pass.begun:

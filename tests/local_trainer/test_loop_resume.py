@@ -54,6 +54,7 @@ def test_a_cancelled_run_leaves_a_summary_and_goes_on_where_it_stood(tmp_path, t
     shutil.rmtree(left, ignore_errors=True)
     shutil.copytree(config.run_dir / "weights" / "v0", left)
     (left / "of-an-earlier-attempt").touch()
+    (config.run_dir / "weights" / "v9-mine").mkdir()
 
     work = loop.train(config, config.run_dir, resume=True, reporter=loop.Reporter(say=lambda line: None))
     summary = asyncio.run(asyncio.wait_for(work, 60))
@@ -63,3 +64,4 @@ def test_a_cancelled_run_leaves_a_summary_and_goes_on_where_it_stood(tmp_path, t
     assert summary["rollouts_doubled"] == 0
     assert (left / "config.json").is_file()
     assert not (left / "of-an-earlier-attempt").exists()
+    assert (config.run_dir / "weights" / "v9-mine").is_dir()
