@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend.provenance.conclusion import ONE_IN, Conclusion, conclude
+from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.diagnosis import Diagnostician
 from slime_backend.provenance.differences import SPAN_KINDS, Differences, span_kind
 from slime_backend.provenance.errors import AuditError
@@ -19,7 +20,7 @@ from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling import Plan, Sample
 from slime_backend.provenance.scorer import LoadModel, Scorer, WeightsGoneError
-from slime_backend.provenance.segments import read_rollouts
+from slime_backend.provenance.segments import read_records
 
 TOLERANCE = 1e-4  # |difference of log-prob|, fp32
 EXPLAINED_VIOLATIONS = 20  # for these the audit also looks for what would explain them
@@ -50,6 +51,7 @@ class AuditResult:
     mean_abs_logprob_diff: float = 0.0
     tolerance: float = TOLERANCE
     gone: int = 0  # rollouts that weren't audited, because the weights that they name were removed
+    damaged: int = 0  # lines and segments of the ledger that can't be read: their rollouts are in no other figure
     finished: bool = True  # False in what `audit_follow` writes while the run goes on
     verdict: Conclusion | None = None
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)  # kind of span -> Differences.to_json
@@ -103,6 +105,7 @@ class Audit:
         self._diagnostician = Diagnostician(self.scorer, tolerance)
         self._differences = {kind: Differences() for kind in SPAN_KINDS}
         self._checked: set[str] = set()
+        self.damage = Damage()  # of the ledger, while it was read
         self._recorded = self._recorded_crossing = self._crossing = self._gone = 0
         self._violations: list[Violation] = []
 
@@ -148,6 +151,7 @@ class Audit:
             mean_abs_logprob_diff=sum(d.total for d in differences.values()) / max(1, tokens),
             tolerance=self.tolerance,
             gone=self._gone,
+            damaged=self.damage.lines + self.damage.segments,
             finished=finished,
             verdict=conclude(plan, in_sample, [v.fault for v in self._violations], self.one_in, self._gone),
             differences={kind: d.to_json() for kind, d in differences.items()},
@@ -179,16 +183,17 @@ def audit_run(
     audit = Audit(run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in, seed=seed)
     versions: dict[str, int] = {}
     offered: set[str] = set()
-    for row in read_rollouts(run_dir):
-        record = RolloutRecord.from_json(row)
+    for record in read_records(run_dir, audit.damage):
         audit.offer(record)
         offered.add(record.receipt)
         for version in record.versions:
             versions.setdefault(version, len(versions))
+    if not offered and audit.damage:
+        raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollout that can be read: {audit.damage}")
     if not offered:
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
     wanted = offered if rollouts is None else audit.sample.holds()
-    chosen = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir) if row["receipt"] in wanted]
+    chosen = [record for record in read_records(run_dir) if record.receipt in wanted]
     chosen.sort(key=lambda r: [versions[v] for v in r.versions])  # so that each model is loaded once
     for done, record in enumerate(chosen, 1):
         audit.check(record)

@@ -13,25 +13,34 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend.provenance.classes import count_classes
-from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import read_rollouts
+from slime_backend.provenance.run_rows import sound_rows, without_nan
+from slime_backend.provenance.segments import read_records
 
 
 def summarise(run_dir: Path) -> dict[str, Any]:
     """The figures of `submitted.jsonl`, the ledger, `publications.jsonl` and `steps.jsonl`."""
-    submitted = [row["receipt"] for row in read_jsonl(run_dir / "submitted.jsonl")]
-    records = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir)]
-    publications = list(read_jsonl(run_dir / "publications.jsonl"))
-    steps = list(read_jsonl(run_dir / "steps.jsonl"))
+    damage, ledger_damage = Damage(), Damage()
+    submitted = [row["receipt"] for row in sound_rows(run_dir / "submitted.jsonl", damage)]
+    records = list(read_records(run_dir, ledger_damage))
+    unusable = {row["receipt"] for row in sound_rows(run_dir / "unusable.jsonl", damage)}
+    publications = list(sound_rows(run_dir / "publications.jsonl", damage))
+    steps = list(sound_rows(run_dir / "steps.jsonl", damage))
     completed = [r.receipt for r in records]
+    missing = len(set(submitted) - set(completed) - unusable)
+    damaged = min(missing, ledger_damage.lines)  # they came back, and can't be read anymore
+    damage.merge(ledger_damage)
     rewards = [s["reward_mean"] for s in steps]
     outcomes = [e for p in publications for e in p["engines"]]
     return {
         "steps": len(steps),
         "publications": sum(p["state"] == "resumed" for p in publications),
         "publications_failed": sum(p["state"] == "failed" for p in publications),
-        "engines_confirmed_each": sorted({sum(e["confirmed"] for e in p["engines"]) for p in publications}),
+        "engines_confirmed_each": sorted(
+            {sum(e["confirmed"] for e in p["engines"]) for p in publications if p["state"] != "unknown"}
+        ),
+        "publications_unknown": sum(p["state"] == "unknown" for p in publications),
         "flushes_verified": sum(e["flush_verified"] for e in outcomes),
         "sweeps_verified": sum(e["sweep_verified"] for e in outcomes),
         "tokens_swept": sum(e["tokens_swept"] for e in outcomes),
@@ -45,7 +54,12 @@ def summarise(run_dir: Path) -> dict[str, Any]:
         "load_ms_median": _median([e["load_ms"] for e in outcomes if e["load_ms"] is not None]),
         "rollouts_submitted": len(submitted),
         "rollouts_completed": len(completed),
-        "rollouts_lost": len(set(submitted) - set(completed)),
+        "rollouts_lost": missing - damaged,
+        "rollouts_damaged": damaged,
+        "rollouts_unusable": len(unusable),
+        "damaged_lines": damage.lines,
+        "damaged_segments": damage.segments,
+        "damaged_places": damage.places,
         "rollouts_doubled": len(completed) - len(set(completed)),
         "rollouts_aborted": sum(r.finish_reason == "abort" for r in records),
         "rollout_classes": count_classes(r.rollout_class for r in records),  # adds up to rollouts_completed
@@ -85,7 +99,7 @@ def write_summary(run_dir: Path, extra: dict[str, Any]) -> dict[str, Any]:
     """Write and return the summary. Written beside its place and renamed, so that it is whole or old."""
     summary = {**summarise(run_dir), **extra}
     partial = run_dir / ".summary.json.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    partial.write_text(json.dumps(without_nan(summary), indent=2, allow_nan=False) + "\n")
     partial.rename(run_dir / "summary.json")
     return summary
 
