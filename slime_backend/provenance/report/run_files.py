@@ -91,7 +91,10 @@ def _compare(run: RunFiles, summary: dict[str, Any], rollouts: int) -> None:
     ended: list[Any] = [summary.get(key) for key in ("publications", "publications_failed")]
     counted = {
         "steps": (summary.get("steps"), len(run.steps)),
-        "publications": (None if None in ended else sum(ended), len(run.publications)),
+        "publications": (
+            None if None in ended else sum(ended) + summary.get("publications_unknown", 0),
+            len(run.publications),
+        ),
         "rollouts": (summary.get("rollouts_completed"), rollouts),
     }
     for name, (told, there) in counted.items():
