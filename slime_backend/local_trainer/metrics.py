@@ -19,8 +19,15 @@ def of_rollouts(records: Sequence[RolloutRecord], resubmitted: int) -> dict[str,
     return {"prefix_hit_rate": rate, "resubmitted": resubmitted}
 
 
-def rollout_metrics(row: Mapping[str, Any]) -> dict[str, float | int | None]:
-    """Of the batch of one step. `row`: its line in steps.jsonl."""
+def rollout_metrics(
+    row: Mapping[str, Any], records: Sequence[RolloutRecord], resubmitted: int
+) -> dict[str, float | int | None]:
+    """Of the batch of one step. `row`: its line in steps.jsonl; `resubmitted`: requests of the whole run so far."""
+    return rollout_row_metrics({**row, **of_rollouts(records, resubmitted)})
+
+
+def rollout_row_metrics(row: Mapping[str, Any]) -> dict[str, float | int | None]:
+    """As `rollout_metrics`, of a line in steps.jsonl that has `of_rollouts` too."""
     return {
         "version_lag_mean": row["lag_mean"],
         "version_lag_max": row["lag_max"],

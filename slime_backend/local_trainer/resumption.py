@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend.local_trainer.checkpoint import version_name
-from slime_backend.local_trainer.metrics import publication_row_metrics, rollout_metrics, train_metrics
+from slime_backend.local_trainer.metrics import publication_row_metrics, rollout_row_metrics, train_metrics
 from slime_backend.provenance.jsonl import JsonlWriter, parse_line
 from slime_backend.provenance.run_rows import sound_rows
 from slime_backend.provenance.tracker import Tracker
@@ -31,7 +31,7 @@ def make_good(run_dir: Path, step: int, policy: str, transport: str, say: Callab
     if superseded:
         numbers = ", ".join(map(str, superseded))
         say(f"step {numbers} was trained and not saved: it is trained again; its row is in {SUPERSEDED}")
-    rows = {row["step"] for row in sound_rows(run_dir / STEPS)}
+    rows = {row.get("step") for row in sound_rows(run_dir / STEPS)}
     if step and step not in rows:
         say(f"step {step} has no row in {STEPS}: its weights are those of v{step}, its rollouts can't be named")
     if step and version_name(step) not in {row["version"] for row in sound_rows(run_dir / PUBLICATIONS)}:
@@ -44,7 +44,9 @@ def log_again(run_dir: Path, tracker: Tracker) -> None:
     of them with the process, and a row that it has is the same one at the same place."""
     published = {row["version"]: row for row in sound_rows(run_dir / PUBLICATIONS) if row["state"] == "resumed"}
     for row in sound_rows(run_dir / STEPS):
-        step = row["step"]
+        step = row.get("step")
+        if not isinstance(step, int) or "classes" not in row:  # of another program's run
+            continue
         log_step(tracker, row)
         report = published.get(version_name(step))
         if report is not None:
@@ -54,7 +56,7 @@ def log_again(run_dir: Path, tracker: Tracker) -> None:
 def log_step(tracker: Tracker, row: dict[str, Any]) -> None:
     """`row`: a line of steps.jsonl."""
     tracker.log("train", row["step"], train_metrics(row))
-    tracker.log("rollout", row["step"], rollout_metrics(row))
+    tracker.log("rollout", row["step"], rollout_row_metrics(row))
 
 
 def _supersede_after(run_dir: Path, step: int) -> list[int]:

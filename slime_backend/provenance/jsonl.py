@@ -142,7 +142,7 @@ def parse_line(data: bytes) -> tuple[dict[str, Any] | None, str]:
     if data.isspace():
         return None, ""
     try:
-        record = json.loads(data)
+        record = json.loads(data.decode())  # json itself takes NULs for another encoding
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 at byte {error.start}"
     except json.JSONDecodeError as error:

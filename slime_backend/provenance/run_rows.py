@@ -42,7 +42,7 @@ _OUTCOME: Mapping[str, Check] = {
 NEEDED: Mapping[str, Mapping[str, Check]] = {
     "submitted.jsonl": {"receipt": _is_text},
     "unusable.jsonl": {"receipt": _is_text},
-    "steps.jsonl": {"step": _is_count, "reward_mean": _is_number, "lag_mean": _is_number, "lag_max": _is_number},
+    "steps.jsonl": {"reward_mean": _is_number, "lag_mean": _is_number, "lag_max": _is_number},
     "publications.jsonl": {"version": _is_text, "state": _is_text, "engines": _are_outcomes},
 }
 
