@@ -318,6 +318,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     from slime_backend.engine_client import EngineError
     from slime_backend.engine_process import EngineStartError, PortOccupiedError
     from slime_backend.fleet import FleetError
+    from slime_backend.planner.measured import MeasurementError
     from slime_backend.planner.traffic import PlanError
     from slime_backend.policy import PolicyError
     from slime_backend.provenance.errors import AuditError, LedgerError, RecordError, ReportError, StalenessError
@@ -327,6 +328,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     usage = (ConfigError, PolicyError, PlanError)
     failures: tuple[type[BaseException], ...] = (
         BenchError,
+        MeasurementError,
         EngineError,
         EngineStartError,
         PortOccupiedError,
