@@ -15,7 +15,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["slime_backend", "slime_backend.*", "reef_service", "reef_service.*"]),
-    package_data={"slime_backend": ["py.typed"], "reef_service": ["py.typed", "page/*"]},
+    package_data={"slime_backend": ["py.typed", "provenance/report/static/*"], "reef_service": ["py.typed", "page/*"]},
     install_requires=[
         "pydantic>=2.6",  # one typed configuration object
         "PyYAML>=6",
