@@ -1,8 +1,8 @@
 """Lets SGLang run with several tensor or pipeline ranks on a CPU: on the path of an engine's processes, nowhere else.
 
 SGLang 0.5.23 asks for NCCL communicators on a CPU too (distributed/parallel_state.py, init_model_parallel_group);
-without them its groups serve with gloo. FAILING_TENSOR_RANK=n plays a rank whose node does not see a checkpoint, as long
-as the file named by FAILING_WHILE exists.
+without them its groups serve with gloo. FAILING_TENSOR_RANK=n plays a rank whose node does not see a checkpoint, as
+long as the file named by FAILING_WHILE exists.
 """
 
 from __future__ import annotations
