@@ -185,10 +185,14 @@ def _report(scheduler: Any) -> dict[str, Any]:
     others = tensor_ranks.RANKS.share("report", own, GATHER_S)
     if "error" in own:
         return own
-    found = {rank: other for rank, other in others.items() if not isinstance(other, str) and "error" not in other}
-    missing = {rank: other if isinstance(other, str) else other["error"] for rank, other in others.items()}
-    own["tensor_ranks"] = list(found.values())
-    own["missing_ranks"] = {str(rank): why for rank, why in missing.items() if rank not in found}
+    own["missing_ranks"] = {}
+    for rank, other in others.items():
+        if isinstance(other, str):
+            own["missing_ranks"][str(rank)] = other
+        elif "error" in other:
+            own["missing_ranks"][str(rank)] = other["error"]
+        else:
+            own["tensor_ranks"].append(other)
     return own
 
 
