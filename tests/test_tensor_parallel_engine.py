@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,11 @@ from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.transports import DiskTransport
 from slime_backend.transports.distributed import DistributedTransport
+from tests import tensor_parallel
 from tests import test_publication_engine as on_one_rank
 from tests.helpers import DEADLINES, body, difference, fleet_on, load, prompt, versions
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-NO_NCCL = Path(__file__).parent / "engine_plugin" / "no_nccl"
 
 
 # These run here too, on the engine below.
@@ -37,14 +36,13 @@ class TwoRanks:
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoRanks]:
     folder = tmp_path_factory.mktemp("tensor-parallel")
     failing_while = folder / "failing"
-    path = os.pathsep.join([str(NO_NCCL), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = EngineSettings(
         model=str(tiny_model),
         max_total_tokens=40000,
         hooks=(*RUN_HOOKS, "scope"),
-        extra=("--tp-size", "2"),
+        extra=tensor_parallel.flags(2),
         environment={
-            "PYTHONPATH": path,
+            **tensor_parallel.environment(2),
             "FAILING_TENSOR_RANK": "1",
             "FAILING_WHILE": str(failing_while),
             "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
