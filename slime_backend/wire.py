@@ -142,7 +142,7 @@ class SchedulerReport:
     hooks: dict[str, str]  # hook name -> "active", "not needed", or why it is neither
     epoch: int  # weight mutations since start
     kv: KvEvidence
-    loads: Loads
+    loads: Loads = Loads(0, 0, None)
     tensor_rank: int = 0
     tensor_size: int = 1
     tensor_ranks: tuple[SchedulerReport, ...] = ()  # the other tensor ranks that this one answers for
