@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slime_backend.engine_client import EngineClient
+from slime_backend.evidence import named_ranks, why_ranks_missing
 from slime_backend.kv_holders import unhandled
 from slime_backend.policy import Policy, check_radix_setting
 from slime_backend.wire import ACTIVE, SchedulerReport
@@ -162,14 +163,34 @@ def check_fit(
         raise EngineUnfit(
             f"engine {name}: {holder.name}: {holder.why}; {holder.way_out}, or allow it by name and let the audit check"
         )
-    for rank, report in enumerate(reports):
+    silent = why_ranks_missing(reports)
+    if silent:
+        raise EngineUnfit(f"engine {name}: {'; '.join(silent)}")
+    for rank, report in named_ranks(reports):
         missing = report.missing_hooks(policy.needed_hooks)
         if missing:
             listed = ", ".join(f"{hook} ({why})" for hook, why in missing.items())
             raise EngineUnfit(
-                f"engine {name}, rank {rank}: the policy '{policy}' needs hooks that aren't active: {listed}; start "
+                f"engine {name}, {rank}: the policy '{policy}' needs hooks that aren't active: {listed}; start "
                 f"the engine with REEF_SLIME_HOOKS={','.join(policy.needed_hooks)}"
             )
+    for number, report in enumerate(reports):
+        for other in report.tensor_ranks:
+            _check_same_hooks(f"engine {name}, rank {number}, tensor rank {other.tensor_rank}", report, other)
+
+
+def _check_same_hooks(where: str, first: SchedulerReport, other: SchedulerReport) -> None:
+    """Raise EngineUnfit unless both tensor ranks run the same hooks: a hook that changes cache keys on one alone would
+    have the ranks compute prefixes of different lengths.
+    """
+    names = sorted(first.hooks.keys() | other.hooks.keys())
+    found = {name: [report.hooks.get(name, "not loaded") for report in (other, first)] for name in names}
+    differing = [f"{name} ({here}; {there} on tensor rank 0)" for name, (here, there) in found.items() if here != there]
+    if differing:
+        raise EngineUnfit(
+            f"{where}: its hooks aren't those of tensor rank 0: {', '.join(differing)}; start every node's processes "
+            "with the same REEF_SLIME_HOOKS and the same reef-slime"
+        )
 
 
 async def admit(fleet: Fleet, client: EngineClient) -> Member:

@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_running, why_not_swept
+from slime_backend.evidence import why_not_flushed, why_not_loaded, why_not_paused, why_not_running, why_not_swept
 from slime_backend.fleet import Fleet, Member
 from slime_backend.policy import Policy
 from slime_backend.transports import Transport, TransportError
-from slime_backend.wire import SchedulerReport
+from slime_backend.wire import Loads, SchedulerReport
 
 T = TypeVar("T")
 State = Literal["open", "paused", "verified", "loaded", "labelled", "resumed", "failed"]
@@ -76,6 +76,7 @@ class EngineOutcome:
     failed_step: str = ""
     reason: str = ""
     evidence: list[SchedulerReport] = field(default_factory=list)  # per rank, after the pause and flush
+    loads: list[Loads] = field(default_factory=list)  # per rank and tensor rank, after the load
 
 
 @dataclass(slots=True)
@@ -262,17 +263,14 @@ async def _transact(
         if found != version:
             raise NotConfirmed(target.member.name, f"its label reads {found!r}, not {version!r}")
         after = await target.client.reports()
+        target.outcome.loads = [rank.loads for report in after for rank in report.ranks]
+        reasons = why_not_loaded(target.before, after)
         if policy.after_pause == "sweep":
-            reasons = why_not_swept(target.before, after, policy)
+            reasons += why_not_swept(target.before, after, policy)
         else:
-            reasons = why_not_paused(target.before, after, policy)
-            reasons += [
-                f"rank {rank} reports no weight change (epoch {new.epoch})"
-                for rank, (old, new) in enumerate(zip(target.before, after, strict=False))
-                if "kv_spans" in new.hooks and new.epoch <= old.epoch
-            ]
+            reasons += why_not_paused(target.before, after, policy)
         if reasons:
-            raise NotConfirmed(target.member.name, "; ".join(reasons))
+            raise NotConfirmed(target.member.name, "; ".join(dict.fromkeys(reasons)))
         if policy.after_pause == "sweep":
             target.outcome.sweep_verified = True
             target.outcome.tokens_swept = sum(r.kv.swept_tokens for r in after) - sum(

@@ -14,7 +14,7 @@ every verdict on them (`KvEvidence.is_empty`) is made here, on the reader's side
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -122,23 +122,52 @@ class KvEvidence:
 
 
 @dataclass(frozen=True, slots=True)
+class Loads:
+    """Updates of weights that one scheduler process carried out since its start, by its own outcome alone."""
+
+    done: int
+    failed: int
+    last_failure: str | None
+
+    @classmethod
+    def from_json(cls, data: Any) -> Loads:
+        return _build(cls, data)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerReport:
-    """One scheduler process (one data-parallel rank) as it describes itself."""
+    """One scheduler process as it describes itself: tensor rank 0 of a data-parallel rank, with the ranks behind it."""
 
     instance_id: str  # new at every process start, so a restart between two reads shows
     hooks: dict[str, str]  # hook name -> "active", "not needed", or why it is neither
     epoch: int  # weight mutations since start
     kv: KvEvidence
+    loads: Loads = Loads(0, 0, None)
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    tensor_ranks: tuple[SchedulerReport, ...] = ()  # the other tensor ranks that this one answers for
+    missing_ranks: dict[str, str] = field(default_factory=dict)  # those that left no report -> why
 
     @classmethod
     def from_json(cls, data: Any) -> SchedulerReport:
         built = _build(cls, data)
-        if not isinstance(built.hooks, dict):
-            raise WireError(f"SchedulerReport: hooks is {built.hooks!r}, not an object")
-        return cls(built.instance_id, dict(built.hooks), built.epoch, KvEvidence.from_json(built.kv))
+        for name, kind in (("hooks", dict), ("missing_ranks", dict), ("tensor_ranks", list | tuple)):
+            if not isinstance(getattr(built, name), kind):
+                raise WireError(f"SchedulerReport: {name} is {getattr(built, name)!r}")
+        return replace(
+            built,
+            kv=KvEvidence.from_json(built.kv),
+            loads=Loads.from_json(built.loads),
+            tensor_ranks=tuple(cls.from_json(rank) for rank in built.tensor_ranks),
+        )
+
+    @property
+    def ranks(self) -> tuple[SchedulerReport, ...]:
+        """Every tensor rank that reports, this one first."""
+        return (self, *self.tensor_ranks)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "tensor_ranks": [rank.to_json() for rank in self.tensor_ranks]}
 
     def missing_hooks(self, needed: Sequence[str]) -> dict[str, str]:
         """Needed hook -> why it is not active, unless this SGLang does without it."""

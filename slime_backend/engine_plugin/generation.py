@@ -49,6 +49,20 @@ def session_records_holding_kv(tree: Any) -> int:
     return int(tree.session_held_req_count())
 
 
+def tensor_place(scheduler: Any) -> tuple[str, int, int]:
+    """(group, rank, size) among the processes that one rank answers for: those of one pipeline stage and one attention
+    data-parallel rank. Rank 0 is the one whose answers SGLang passes on.
+    """
+    from sglang.srt import runtime_context
+
+    current = getattr(runtime_context, "get_parallel", None)
+    parallel = current() if current is not None else scheduler.ps
+    context_rank, context_size = getattr(parallel, "attn_cp_rank", 0), getattr(parallel, "attn_cp_size", 1)
+    group = f"{parallel.pp_rank}.{getattr(parallel, 'attn_dp_rank', None) or 0}"
+    rank = context_rank * parallel.attn_tp_size + parallel.attn_tp_rank
+    return group, int(rank), int(parallel.attn_tp_size * context_size)
+
+
 def served_version() -> str:
     """The version label that this process knows."""
     from sglang.srt import runtime_context

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_backend import wire
-from slime_backend.engine_plugin import epoch, generation, registry
+from slime_backend.engine_plugin import epoch, generation, loads, registry, tensor_ranks
 from slime_backend.engine_plugin.epoch import EPOCH
 from slime_backend.engine_plugin.generation import SCHEDULER, holds_kv
 
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 HOOK = "kv_evidence"
 MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 SERVER = "sglang.srt.entrypoints.http_server"
+GATHER_S = 5.0  # for the reports of an engine's other tensor ranks; a controller waits 10 s for the whole call
 REPORT_ONLY = "reef-slime: report only"  # the id of a request for an internal state of nothing but our report
 
 
@@ -77,6 +78,8 @@ def install() -> str:
             (f"{SCHEDULER}.flush_cache", "around", _around_flush),
             (f"{SCHEDULER}.pause_generation", "around", _around_pause),
             (f"{SCHEDULER}.continue_generation", "around", _around_continue),
+            (f"{SCHEDULER}.__init__", "after", tensor_ranks.after_scheduler),
+            *loads.functions(),
         ],
     )
 
@@ -172,18 +175,41 @@ def _around_internal_state(original: Any, scheduler: Any, request: Any, *args: A
         output = GetInternalStateReqOutput(internal_state={})
     else:
         output = original(scheduler, request, *args, **kwargs)
+    output.internal_state[wire.REPORT_KEY] = _report(scheduler)
+    return output
+
+
+def _report(scheduler: Any) -> dict[str, Any]:
+    """This rank's report, with those of the ranks that it answers for."""
+    own = _own_report(scheduler)
+    others = tensor_ranks.RANKS.share("report", own, GATHER_S)
+    if "error" in own:
+        return own
+    own["missing_ranks"] = {}
+    for rank, other in others.items():
+        if isinstance(other, str):
+            own["missing_ranks"][str(rank)] = other
+        elif "error" in other:
+            own["missing_ranks"][str(rank)] = other["error"]
+        else:
+            own["tensor_ranks"].append(other)
+    return own
+
+
+def _own_report(scheduler: Any) -> dict[str, Any]:
     try:
-        report = wire.SchedulerReport(
+        return wire.SchedulerReport(
             instance_id=counters().instance_id,
             hooks=registry.statuses(),
             epoch=EPOCH.number,
             kv=evidence(scheduler),
-        )
-        output.internal_state[wire.REPORT_KEY] = report.to_json()
+            loads=wire.Loads(loads.LOADS.done, loads.LOADS.failed, loads.LOADS.last_failure),
+            tensor_rank=tensor_ranks.RANKS.place.rank,
+            tensor_size=tensor_ranks.RANKS.place.size,
+        ).to_json()
     except Exception as error:  # a cache type we can't count must not end the scheduler; the reader refuses this form
         log.exception("reef-slime: no evidence from this scheduler")
-        output.internal_state[wire.REPORT_KEY] = {"error": f"{type(error).__name__}: {error}"}
-    return output
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _around_flush(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> bool:

@@ -174,7 +174,7 @@ class FakeEngine:
 
     async def on_update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
         self.loaded = PurePath(body["model_path"]).name
-        self._end_epoch()
+        self._load()
         return Reply({"success": True, "message": "Succeeded to update model weights."})
 
     async def on_update_weights_from_distributed(self, body: dict[str, Any]) -> Reply:
@@ -187,7 +187,7 @@ class FakeEngine:
         if not self.session_open:
             return _refused("must run between begin_weight_update() and end_weight_update()")
         self.loaded = weights
-        self._end_epoch()
+        self._load()
         return Reply({"success": True, "message": "Success"})
 
     async def on_destroy_weights_update_group(self, body: dict[str, Any]) -> Reply:
@@ -272,6 +272,10 @@ class FakeEngine:
         return {"output_ids": planned[sent:count], "text": "", "meta_info": meta}
 
     # ---- the schedulers -----------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        for rank in self.ranks:
+            rank.load()
 
     def _end_epoch(self) -> None:
         for rank in self.ranks:

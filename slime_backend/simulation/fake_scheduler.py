@@ -68,6 +68,11 @@ class FakeRank:
     swept_tokens: int = 0
     requests: list[FakeRequest] = field(default_factory=list)
     skip_sweep: bool = False  # a fault: an epoch ends and the older entries stay
+    loads_done: int = 0
+    loads_failed: int = 0
+    tensor_size: int = 1
+    # What single tensor ranks do otherwise than tensor rank 0: rank -> fields of its report, or why it leaves none.
+    tensor_faults: dict[int, dict[str, Any] | str] = field(default_factory=dict)
     refuse_flush: bool = False  # a fault: this rank alone refuses, its answer is lost behind rank 0's (DP > 1)
 
     def pause(self, mode: str) -> None:
@@ -104,6 +109,10 @@ class FakeRank:
             self.swept_epoch = self.epoch
             self.swept_tokens += sum(self.tree.values())
             self.tree.clear()
+
+    def load(self) -> None:
+        self.loads_done += 1
+        self.end_epoch()
 
     def abort(self, rid: str | None) -> None:
         """End the requests whose id begins with `rid`, as SGLang matches it; all of them for None."""
@@ -154,13 +163,32 @@ class FakeRank:
             self.tree[self._scope] = max(self.tree.get(self._scope, 0), request.prompt)
 
     def report(self, hooks: dict[str, str]) -> dict[str, Any]:
-        """wire.SchedulerReport as JSON."""
+        """wire.SchedulerReport as JSON, with those of the other tensor ranks."""
+        own = self._own_report(hooks)
+        others: dict[int, dict[str, Any] | str] = {
+            rank: fault if isinstance(fault := self.tensor_faults.get(rank, {}), str) else self._peer(own, rank, fault)
+            for rank in range(1, self.tensor_size)
+        }
+        own["tensor_ranks"] = [other for other in others.values() if not isinstance(other, str)]
+        own["missing_ranks"] = {str(rank): other for rank, other in others.items() if isinstance(other, str)}
+        return own
+
+    def _peer(self, own: dict[str, Any], rank: int, fault: dict[str, Any]) -> dict[str, Any]:
+        kv = {**own["kv"], **fault.get("kv", {})}
+        return {**own, "instance_id": f"{self.instance_id}-{rank}", "tensor_rank": rank, **fault, "kv": kv}
+
+    def _own_report(self, hooks: dict[str, str]) -> dict[str, Any]:
         holding = [r for r in self.requests if r.holds_kv]
         used = sum(r.kv_tokens for r in holding)
         return {
             "instance_id": self.instance_id,
             "hooks": hooks,
             "epoch": self.epoch,
+            "loads": {"done": self.loads_done, "failed": self.loads_failed, "last_failure": None},
+            "tensor_rank": 0,
+            "tensor_size": self.tensor_size,
+            "tensor_ranks": [],
+            "missing_ranks": {},
             "kv": {
                 "flush_epoch": self.flush_epoch,
                 "flush_refused": self.flush_refused,

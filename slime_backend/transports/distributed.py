@@ -1,7 +1,7 @@
-"""Weights by broadcast from the trainer to each engine, over a process group of two per engine.
+"""Weights by broadcast from the trainer to each engine, over one process group per engine, with all its tensor ranks.
 
 One group for the whole fleet would be the usual form, but there a single engine that rejects the update leaves the
-trainer and every other engine waiting in the collective. With a pair per engine a failure stays with its engine, and
+trainer and every other engine waiting in the collective. With a group per engine a failure stays with its engine, and
 the trainer's side polls, so that a rejected update ends the broadcast at once.
 
 SGLang 0.5.23 builds its side with torch's `_new_process_group_helper` (srt/utils/common.py): group name, then device,
@@ -33,24 +33,24 @@ SLACK_S = 5.0  # gloo ends a send at the group's timeout, or a moment later
 OUTLIVE = "reef-slime-given-up-group"
 
 
-class PairGroup:
-    """A gloo group of the trainer (rank 0) and one engine (rank 1)."""
+class EngineGroup:
+    """A gloo group of the trainer (rank 0) and the tensor ranks of one engine (ranks 1 and up)."""
 
-    def __init__(self, name: str, host: str, timeout_s: float) -> None:
-        self.name, self.host, self.timeout_s = name, host, timeout_s
+    def __init__(self, name: str, host: str, timeout_s: float, engine_ranks: int = 1) -> None:
+        self.name, self.host, self.timeout_s, self.size = name, host, timeout_s, 1 + engine_ranks
         self.store = dist.TCPStore(
-            host, 0, 2, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            host, 0, self.size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
         self.port: int = self.store.port
         self._group: Any = None  # torch ships no types for the methods of its process groups
         self._stop = threading.Event()
 
     def connect(self) -> None:
-        """Meet the engine; blocks until it has come, or raises after the timeout."""
+        """Meet the engine's ranks; blocks until all have come, or raises after the timeout."""
         store: dist.Store = self.store
         for prefix in (self.name, f"{self.name}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)
-        self._group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=self.timeout_s))
+        self._group = dist.ProcessGroupGloo(store, 0, self.size, timedelta(seconds=self.timeout_s))
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Send tensors in order. Raises TimeoutError at the deadline, or InterruptedError once `stop` is called."""
@@ -103,7 +103,7 @@ class DistributedTransport:
         self.host = host
         self.bucket_bytes = bucket_bytes
         self.connect_s = connect_s
-        self._pairs: dict[str, tuple[EngineClient, PairGroup]] = {}
+        self._pairs: dict[str, tuple[EngineClient, EngineGroup]] = {}
         self._unjoined: dict[str, str] = {}  # engine -> why it has no group
         self._pass: OnePass[list[tuple[str, torch.Tensor]]] | None = None
 
@@ -116,14 +116,20 @@ class DistributedTransport:
         await asyncio.gather(*(self._connect(c) for c in clients if c.name not in self._pairs))
 
     async def _connect(self, client: EngineClient) -> None:
+        try:
+            ranks = int((await client.server_info()).get("tp_size") or 1)
+        except EngineError as error:
+            self._unjoined[client.name] = error.seen
+            return
         # A fresh name each time: an engine that kept a broken group refuses a second one of the same name.
-        pair = PairGroup(f"reef-slime-{uuid.uuid4().hex}", self.host, min(self.connect_s, client.deadlines.load))
+        timeout_s = min(self.connect_s, client.deadlines.load)
+        pair = EngineGroup(f"reef-slime-{uuid.uuid4().hex}", self.host, timeout_s, ranks)
         meet = asyncio.create_task(asyncio.to_thread(pair.connect))
         # Without this line a refused join would leave an exception that nobody reads when `meet` times out.
         meet.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await client.join_weight_group(
-                address=self.host, port=pair.port, rank_offset=1, world_size=2, group=pair.name, backend="gloo"
+                address=self.host, port=pair.port, rank_offset=1, world_size=pair.size, group=pair.name, backend="gloo"
             )
             await asyncio.wait_for(meet, self.connect_s)
         except (EngineError, RuntimeError, TimeoutError) as error:
@@ -153,7 +159,7 @@ class DistributedTransport:
             self._pass = OnePass(in_buckets(self.source.named_tensors(), self.bucket_bytes))
         return self._pass
 
-    async def _send(self, client: EngineClient, pair: PairGroup, bucket: list[tuple[str, torch.Tensor]]) -> None:
+    async def _send(self, client: EngineClient, pair: EngineGroup, bucket: list[tuple[str, torch.Tensor]]) -> None:
         async def receive() -> None:
             try:
                 await client.receive_tensors(
