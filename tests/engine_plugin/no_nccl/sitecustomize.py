@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from slime_backend.post_import import on_import
+from slime_backend.import_hooks import on_import
 
 
 def _without_nccl(module: Any) -> None:
