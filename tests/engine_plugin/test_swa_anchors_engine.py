@@ -26,13 +26,14 @@ from tiny_models import WINDOW, Reference
 from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
 from slime_backend.local_trainer.models import byte_tokenizer
 from slime_backend.wire import ACTIVE, NOT_NEEDED, SchedulerReport
+from tests import tensor_parallel
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 HOOKS = (*DEFAULT_HOOKS, "scope", "swa_anchors")
 CHUNK = 2048
 SLOTS = 30000  # sliding-window slots: room for a grid of three
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "max_total_tokens": 40000,
     "chunked_prefill_size": CHUNK,
     "extra": ("--swa-full-tokens-ratio", str(SLOTS / 40000)),
@@ -102,9 +103,15 @@ class Anchored:
         )
 
 
-@pytest.fixture(scope="module")
-def running(serve: Serve, paths: dict[str, str], hybrid_reference: Reference) -> Iterator[Anchored]:
-    with serve(paths["v0"], hooks=HOOKS, environment=STRICT, **SETTINGS) as api:
+@pytest.fixture(scope="module", params=[1, 2] if os.environ.get("REEF_ALL_KINDS") else [1], ids="tp{}".format)
+def running(
+    request: pytest.FixtureRequest, serve: Serve, paths: dict[str, str], hybrid_reference: Reference
+) -> Iterator[Anchored]:
+    ranks = request.param
+    settings = {**SETTINGS, "extra": (*SETTINGS["extra"], *tensor_parallel.flags(ranks))}
+    with serve(
+        paths["v0"], hooks=HOOKS, environment={**STRICT, **tensor_parallel.environment(ranks)}, **settings
+    ) as api:
         yield Anchored(api, hybrid_reference)
 
 
