@@ -51,10 +51,43 @@ def why_not_swept(before: Sequence[SchedulerReport], after: Sequence[SchedulerRe
             reasons.append(f"rank {rank} reports no weight change (epoch {new.epoch})")
         if new.kv.swept_epoch != new.epoch:
             reasons.append(f"rank {rank} is in epoch {new.epoch} and last swept for epoch {new.kv.swept_epoch}")
-        left = {n: getattr(new.kv, n) for n in ("tree_full_evictable", "tree_swa_evictable") if getattr(new.kv, n)}
-        if left:
-            reasons.append(f"rank {rank} kept entries: {', '.join(f'{n}={v}' for n, v in left.items())}")
+        reasons += _kept_entries(rank, new)
     return reasons
+
+
+def why_not_loaded(at_pause: Sequence[SchedulerReport], after: Sequence[SchedulerReport], policy: Policy) -> list[str]:
+    """Every reason why the reports, of a loaded and still paused engine, don't prove that no rank computed anything
+    since `at_pause`, the reports that proved its pause, and that nothing of the old weights was left to compute with.
+
+    The flag of a pause proves nothing: a loop of SGLang that never reads it goes on generating (pipeline parallelism).
+    A batch that was launched before the pause may still be on the device, so the device must have been waited for
+    before the first byte changed; the batch's result may stay queued until the resume.
+    """
+    reasons = why_not_same(at_pause, after)
+    for rank, (then, now) in enumerate(zip(at_pause, after, strict=False)):
+        if now.kv.forward_passes != then.kv.forward_passes:
+            reasons.append(
+                f"rank {rank} launched {now.kv.forward_passes - then.kv.forward_passes} forward passes while paused "
+                f"({then.kv.forward_passes} at the pause, {now.kv.forward_passes} after the load)"
+            )
+        epochs, waits = now.epoch - then.epoch, now.kv.device_waits - then.kv.device_waits
+        failed = now.kv.device_waits_failed - then.kv.device_waits_failed
+        if waits < epochs or failed:
+            reasons.append(
+                f"rank {rank} began {epochs} epochs and waited for its device before {waits} of them ({failed} failed)"
+            )
+        if now.kv.image_features:
+            reasons.append(f"rank {rank} kept image features of older weights: image_features={now.kv.image_features}")
+        if not policy.radix_cache:
+            reasons += _kept_entries(rank, now)
+    return reasons
+
+
+def _kept_entries(rank: int, report: SchedulerReport) -> list[str]:
+    """The counts of unlocked cache entries that aren't 0."""
+    names = ("tree_full_evictable", "tree_swa_evictable", "tree_mamba_evictable")
+    left = [f"{name}={getattr(report.kv, name)}" for name in names if getattr(report.kv, name)]
+    return [f"rank {rank} kept entries: {', '.join(left)}"] if left else []
 
 
 def why_not_running(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport]) -> list[str]:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_running, why_not_swept
+from slime_backend.evidence import why_not_flushed, why_not_loaded, why_not_paused, why_not_running, why_not_swept
 from slime_backend.fleet import Fleet, Member
 from slime_backend.policy import Policy
 from slime_backend.transports import Transport, TransportError
@@ -106,6 +106,7 @@ class _Target:
     member: Member
     outcome: EngineOutcome
     before: list[SchedulerReport] = field(default_factory=list)
+    at_pause: list[SchedulerReport] = field(default_factory=list)  # those that proved the pause, or the flush in it
     touched: bool = False  # its weights may have changed
 
     @property
@@ -155,7 +156,7 @@ async def pause_generation_for_update(targets: Sequence[_Target], policy: Policy
             target.outcome.flush_verified = True
         else:
             after = await _until_paused(target, policy)
-        target.outcome.evidence = after
+        target.at_pause = target.outcome.evidence = after
         target.outcome.in_flight = sum(r.kv.in_flight_at_pause for r in after)
         target.outcome.requests_retracted = sum(r.kv.retracted_at_pause for r in after)
         target.outcome.tokens_to_prefill_again = sum(r.kv.tokens_at_pause for r in after)
@@ -271,6 +272,7 @@ async def _transact(
                 for rank, (old, new) in enumerate(zip(target.before, after, strict=False))
                 if "kv_spans" in new.hooks and new.epoch <= old.epoch
             ]
+        reasons += why_not_loaded(target.at_pause, after, policy)
         if reasons:
             raise NotConfirmed(target.member.name, "; ".join(reasons))
         if policy.after_pause == "sweep":
