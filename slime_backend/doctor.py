@@ -1,8 +1,9 @@
 """What holds on a running SGLang server, found by trying it: pause, flush, scope, label, spans.
 
 Works on any server, with or without our plugin, since each check watches behaviour from outside: whether a streamed
-request gets tokens while paused, what `cached_tokens` says of the same prompt before and after. It pauses the server for moments,
-flushes its cache, and puts its label back; weights are not touched. Don't run it on a server that others measure.
+request gets tokens while paused, what `cached_tokens` says of the same prompt before and after. It pauses the server
+for moments, flushes its cache, and puts its label back; weights are not touched. Don't run it on a server that others
+measure.
 """
 
 from __future__ import annotations

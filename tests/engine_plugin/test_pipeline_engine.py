@@ -18,7 +18,7 @@ from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.transports.disk import CheckpointTransport
 
-pytestmark = [pytest.mark.engine]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -29,7 +29,7 @@ ALLOWED = frozenset({"pipeline_parallel"})
 
 @pytest.fixture(scope="module")
 def stages(serve: Serve, dense_paths: dict[str, str]) -> Iterator[Api]:
-    environment = {"PYTHONPATH": f"{HERE / 'no_nccl'}:{ROOT}"}
+    environment = {"PYTHONPATH": f"{HERE / 'no_nccl'}:{ROOT}", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with serve(dense_paths["v0"], radix_cache=False, extra=("--pp-size", "2"), environment=environment) as api:
         yield api
 
@@ -61,7 +61,7 @@ def test_two_stages_are_refused_at_admission(stages: Api, run_async: Any) -> Non
         async with EngineClient(stages.url) as client:
             await admit(Fleet(OFF, "v0"), client)
 
-    with pytest.raises(EngineUnfit, match="pipeline_parallel.*--pp-size 1"):
+    with pytest.raises(EngineUnfit, match=r"pipeline_parallel.*--pp-size 1"):
         run_async(scenario())
 
 
