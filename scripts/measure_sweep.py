@@ -9,9 +9,7 @@ import random
 import statistics
 import sys
 import time
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests" / "engine_plugin")]
+from typing import Any
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tree_only import Cache
@@ -30,7 +28,7 @@ def filled(slots: int, entries: int) -> Cache:
     return cache
 
 
-def plain(tree: object) -> None:
+def plain(tree: Any) -> None:
     wanted = EvictParams(num_tokens=tree.full_evictable_size(), swa_num_tokens=tree.swa_evictable_size())
     tree.evict(wanted)
 
