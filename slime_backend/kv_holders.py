@@ -50,6 +50,8 @@ FLAGGED_TREES = frozenset(
     )
 )
 
+LINEAR_ATTENTION = ("backend", "decode_backend", "prefill_backend", "verify_backend")
+
 
 def _on(*keys: str) -> Callable[[Info], bool]:
     """Whether one of these settings is on."""
@@ -136,6 +138,13 @@ REFUSED: tuple[KvHolder, ...] = (
         ),
         "the weights that are computed with are copies (shared, sharded or offloaded) that an update doesn't reach",
         "start without --kt-weight-path, with --weight-cache-mode off and --offload-mode cpu",
+    ),
+    KvHolder(
+        "linear_attention_flashinfer",
+        lambda info: "flashinfer" in {info.get(f"linear_attn_{part}") for part in LINEAR_ATTENTION},
+        "FlashInfer's kernels for linear attention keep copies of a layer's parameters, found by the tensor's identity, "
+        "so an update in place isn't seen",
+        "start with --linear-attn-backend triton",
     ),
     KvHolder(
         "diffusion_decoding",

@@ -9,11 +9,19 @@ import pytest
 import torch
 from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+from sglang.srt.models.kimi_vl_moonvit import Learnable2DInterpPosEmb
 
 from slime_backend.engine_plugin import epoch, image_features, kv_evidence
 from slime_backend.engine_plugin.epoch import WeightEpoch
 
-MULTIMODAL = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
+
+def serving(model: torch.nn.Module) -> SimpleNamespace:
+    """A scheduler that serves a model which takes images."""
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    return SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True), tp_worker=worker)
+
+
+MULTIMODAL = serving(torch.nn.Identity())
 TEXT = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=False))
 TOKENS = 4
 
@@ -54,7 +62,7 @@ def test_a_feature_after_an_update_is_the_new_towers(tower: Tower, listening: bo
     assert [feature(tower), feature(tower)] == [0.0, 0.0]
     assert tower.runs == 1  # the cache works
     assert image_features.count(MULTIMODAL) == 1
-    own.advance(None)
+    own.advance(MULTIMODAL)
     tower.weight = 1.0
     assert image_features.count(MULTIMODAL) == (0 if listening else 1)
     assert feature(tower) == after
@@ -86,3 +94,23 @@ def test_evidence_listens_under_every_policy(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kv_evidence.registry, "attach", lambda hook, functions: "active")
     assert kv_evidence.install() == "active"
     assert image_features.clear in own._listeners
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_interpolated_position_embeddings_follow_their_weight(tower: Tower, listening: bool) -> None:
+    """SGLang's own module of Kimi-VL's tower; without the listener it goes on adding the old embedding."""
+    embedding = Learnable2DInterpPosEmb(4, 4, 2).eval()
+    scheduler, grid = serving(embedding), torch.tensor([[2, 2]])
+
+    def added(weight: float) -> float:
+        with torch.no_grad():
+            embedding.weight.fill_(weight)
+            return float(embedding(torch.zeros(4, 2), grid)[0, 0])
+
+    own = WeightEpoch(lambda: "v0")
+    if listening:
+        own.on_end(image_features.clear)
+    assert added(1.0) == 1.0
+    assert image_features.count(scheduler) == 1
+    own.advance(scheduler)
+    assert added(2.0) == (2.0 if listening else 1.0)

@@ -35,6 +35,7 @@ PRESENT = {
     "encoder_disaggregation": {"language_only": True},
     "elastic_experts": {"elastic_ep_backend": "mooncake"},
     "weight_copies": {"offload_group_size": 4, "offload_mode": "sharded_gpu"},
+    "linear_attention_flashinfer": {"linear_attn_decode_backend": "flashinfer"},
     "diffusion_decoding": {"dllm_algorithm": "LowConfidence"},
     "streaming_session": {"enable_streaming_session": True},
     "multimodal_features": {"enable_prefix_mm_cache": True},
