@@ -65,27 +65,60 @@ def why_not_swept(before: Reports, after: Reports, policy: Policy) -> list[str]:
             reasons.append(f"{name} reports no weight change (epoch {new.epoch})")
         if new.kv.swept_epoch != new.epoch:
             reasons.append(f"{name} is in epoch {new.epoch} and last swept for epoch {new.kv.swept_epoch}")
-        left = {n: getattr(new.kv, n) for n in ("tree_full_evictable", "tree_swa_evictable") if getattr(new.kv, n)}
-        if left:
-            reasons.append(f"{name} kept entries: {', '.join(f'{n}={v}' for n, v in left.items())}")
+        reasons += _kept_entries(name, new)
     return reasons
 
 
-def why_not_loaded(before: Reports, after: Reports) -> list[str]:
+def why_not_updated(at_pause: Reports, after: Reports) -> list[str]:
     """Every reason why the reports, the later ones of an engine that answered a load with success, don't prove that
-    each rank carried out every update since `before`, and that all tensor ranks are in the same epoch.
+    each rank carried out every update since `at_pause`, and that all tensor ranks are in the same epoch.
     """
-    reasons = why_not_same(before, after)
-    for name, old, new in _pairs(before, after):
-        if new.loads.failed > old.loads.failed:
-            reasons.append(f"{name} failed to load: {new.loads.last_failure}")
-        elif new.loads.done <= old.loads.done:
+    reasons = why_not_same(at_pause, after)
+    for name, then, now in _pairs(at_pause, after):
+        if now.loads.failed > then.loads.failed:
+            reasons.append(f"{name} failed to load: {now.loads.last_failure}")
+        elif now.loads.done <= then.loads.done:
             reasons.append(f"{name} carried out no update of its weights")
     for number, report in enumerate(after):
         if any(rank.epoch != report.epoch for rank in report.tensor_ranks):
             epochs = ", ".join(str(rank.epoch) for rank in report.ranks)
             reasons.append(f"rank {number}'s tensor ranks are in different epochs ({epochs})")
     return reasons
+
+
+def why_not_loaded(at_pause: Reports, after: Reports, policy: Policy) -> list[str]:
+    """Every reason why the reports, of a loaded and still paused engine, don't prove that no rank computed anything
+    since `at_pause`, the reports that proved its pause, and that nothing of the old weights was left to compute with.
+
+    The flag of a pause proves nothing: a loop of SGLang that never reads it goes on generating (pipeline parallelism).
+    A batch that was launched before the pause may still be on the device, so the device must have been waited for
+    before the first byte changed; the batch's result may stay queued until the resume.
+    """
+    reasons = why_not_same(at_pause, after)
+    for name, then, now in _pairs(at_pause, after):
+        if now.kv.forward_passes != then.kv.forward_passes:
+            reasons.append(
+                f"{name} launched {now.kv.forward_passes - then.kv.forward_passes} forward passes while paused "
+                f"({then.kv.forward_passes} at the pause, {now.kv.forward_passes} after the load)"
+            )
+        epochs, waits = now.epoch - then.epoch, now.kv.device_waits - then.kv.device_waits
+        failed = now.kv.device_waits_failed - then.kv.device_waits_failed
+        if waits < epochs or failed:
+            reasons.append(
+                f"{name} began {epochs} epochs and waited for its device before {waits} of them ({failed} failed)"
+            )
+        if now.kv.image_features:
+            reasons.append(f"{name} kept image features of older weights: image_features={now.kv.image_features}")
+        if not policy.radix_cache:
+            reasons += _kept_entries(name, now)
+    return reasons
+
+
+def _kept_entries(name: str, report: SchedulerReport) -> list[str]:
+    """The counts of unlocked cache entries that aren't 0."""
+    counts = ("tree_full_evictable", "tree_swa_evictable", "tree_mamba_evictable")
+    left = [f"{count}={getattr(report.kv, count)}" for count in counts if getattr(report.kv, count)]
+    return [f"{name} kept entries: {', '.join(left)}"] if left else []
 
 
 def why_not_running(before: Reports, after: Reports) -> list[str]:

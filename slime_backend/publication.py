@@ -25,7 +25,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.evidence import why_not_flushed, why_not_loaded, why_not_paused, why_not_running, why_not_swept
+from slime_backend.evidence import (
+    why_not_flushed,
+    why_not_loaded,
+    why_not_paused,
+    why_not_running,
+    why_not_swept,
+    why_not_updated,
+)
 from slime_backend.fleet import Fleet, Member
 from slime_backend.policy import Policy
 from slime_backend.transports import Transport, TransportError
@@ -107,6 +114,7 @@ class _Target:
     member: Member
     outcome: EngineOutcome
     before: list[SchedulerReport] = field(default_factory=list)
+    at_pause: list[SchedulerReport] = field(default_factory=list)  # those that proved the pause, or the flush in it
     touched: bool = False  # its weights may have changed
 
     @property
@@ -156,7 +164,7 @@ async def pause_generation_for_update(targets: Sequence[_Target], policy: Policy
             target.outcome.flush_verified = True
         else:
             after = await _until_paused(target, policy)
-        target.outcome.evidence = after
+        target.at_pause = target.outcome.evidence = after
         target.outcome.in_flight = sum(r.kv.in_flight_at_pause for r in after)
         target.outcome.requests_retracted = sum(r.kv.retracted_at_pause for r in after)
         target.outcome.tokens_to_prefill_again = sum(r.kv.tokens_at_pause for r in after)
@@ -264,7 +272,7 @@ async def _transact(
             raise NotConfirmed(target.member.name, f"its label reads {found!r}, not {version!r}")
         after = await target.client.reports()
         target.outcome.loads = [rank.loads for report in after for rank in report.ranks]
-        reasons = why_not_loaded(target.before, after)
+        reasons = why_not_updated(target.at_pause, after) + why_not_loaded(target.at_pause, after, policy)
         if policy.after_pause == "sweep":
             reasons += why_not_swept(target.before, after, policy)
         else:

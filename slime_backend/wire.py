@@ -59,7 +59,8 @@ def _field_names(cls: type) -> tuple[str, ...]:
 class KvEvidence:
     """What one scheduler counted itself. Units are tokens (KV slots) unless a name says otherwise.
 
-    SWA fields are 0 on a model without sliding-window layers.
+    SWA fields are 0 on a model without sliding-window layers, mamba fields on one without linear-attention layers.
+    Capacities are what was free when the scheduler had built its cache and no request had come.
     """
 
     flush_epoch: int  # flushes that this scheduler carried out since it started
@@ -88,6 +89,16 @@ class KvEvidence:
     running: int
     chunked: int  # 1 while a chunked prefill is under way
     result_queue: int
+    forward_passes: int  # batches that this scheduler launched since it started, idle and health-check batches included
+    device_waits: int  # epochs that began once the device had finished all that was launched
+    device_waits_failed: int  # weights that were about to change while that couldn't be waited for
+    image_features: int  # entries of the cache of image features; -1 for a multimodal model whose cache wasn't found
+    grammar_queue: int  # requests that wait for their grammar; they hold no KV
+    tree: str  # class of the prefix cache, then "+name" for each of its parts that these counts don't cover
+    tree_mamba_evictable: int  # states of linear-attention layers, as all mamba counts
+    tree_mamba_protected: int
+    mamba_free: int
+    mamba_capacity: int
 
     @classmethod
     def from_json(cls, data: Any) -> KvEvidence:
@@ -100,6 +111,8 @@ class KvEvidence:
             "tree_full_protected",
             "tree_swa_evictable",
             "tree_swa_protected",
+            "tree_mamba_evictable",
+            "tree_mamba_protected",
             "requests_holding_kv",
             "running",
             "chunked",
@@ -109,6 +122,7 @@ class KvEvidence:
         for free, capacity in (
             ("full_free", "full_capacity"),
             ("swa_free", "swa_capacity"),
+            ("mamba_free", "mamba_capacity"),
             ("request_rows_free", "request_rows_capacity"),
         ):
             if getattr(self, free) != getattr(self, capacity):

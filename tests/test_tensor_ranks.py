@@ -31,16 +31,18 @@ KV_FAULTS = {
 }
 
 
-async def publish_with(engine: FakeEngine, sharing: Any, faults: dict[int, Any]) -> tuple[Fleet, Any]:
-    """One publication to an engine whose tensor ranks begin to differ with the pause; the fleet and how it ended."""
+async def publish_with(
+    engine: FakeEngine, sharing: Any, faults: dict[int, Any], step: str = "update_weights_from_disk"
+) -> tuple[Fleet, Any]:
+    """One publication to an engine whose tensor ranks begin to differ at `step`; the fleet and how it ended."""
     engine.ranks[0].tensor_size = 2
-    pause = engine.on_pause_generation
+    handler = getattr(engine, f"on_{step}")
 
-    async def pause_and_differ(body: dict[str, Any]) -> Any:
+    async def differ(body: dict[str, Any]) -> Any:
         engine.ranks[0].tensor_faults.update(faults)
-        return await pause(body)
+        return await handler(body)
 
-    engine.on_pause_generation = pause_and_differ  # type: ignore[method-assign]
+    setattr(engine, f"on_{step}", differ)
     async with EngineClient(engine.url, name="e0", deadlines=DEADLINES) as client:
         fleet = Fleet(decide("disjoint", sharing), "v0")
         await admit(fleet, client)
@@ -91,7 +93,7 @@ def test_a_flush_counts_only_where_every_rank_flushed(run_async: Any, short_dead
 
     async def scenario() -> None:
         async with FakeEngine() as engine:
-            _, error = await publish_with(engine, "retract", {1: changed})
+            _, error = await publish_with(engine, "retract", {1: changed}, "pause_generation")
             assert isinstance(error, PublicationError)
             assert words in str(error)
             assert engine.loaded == "v0"  # refused before a byte was moved

@@ -19,7 +19,10 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 def holds_kv(req: Any) -> bool:
     """Whether a request holds KV slots. A request's KV record came with 0.5.23; before, its row says so."""
     record = getattr(req, "kv", None)
-    return bool(record.holds_kv) if record is not None else req.req_pool_idx is not None
+    if record is None:
+        return req.req_pool_idx is not None
+    # A backup on the host is restored instead of prefilled again, so it is KV that the request holds.
+    return bool(record.holds_kv) or getattr(record, "retraction_backup", None) is not None
 
 
 def committed_length(req: Any) -> int:
@@ -61,6 +64,11 @@ def tensor_place(scheduler: Any) -> tuple[str, int, int]:
     group = f"{parallel.pp_rank}.{getattr(parallel, 'attn_dp_rank', None) or 0}"
     rank = context_rank * parallel.attn_tp_size + parallel.attn_tp_rank
     return group, int(rank), int(parallel.attn_tp_size * context_size)
+
+
+def caches_mamba_states(tree: Any) -> bool:
+    """Whether the prefix cache keeps states of linear-attention layers, which it then counts on their own."""
+    return bool(tree.supports_mamba())
 
 
 def served_version() -> str:

@@ -285,7 +285,7 @@ class FakeEngine:
         while True:
             await asyncio.sleep(self.token_s)
             for rank in self.ranks:
-                if rank.pause_mode is None:
+                if rank.pause_mode is None or rank.ignores_pause:
                     rank.step(self.label, self.loaded)
 
 

@@ -67,7 +67,15 @@ class FakeRank:
     swept_epoch: int | None = None
     swept_tokens: int = 0
     requests: list[FakeRequest] = field(default_factory=list)
+    forward_passes: int = 0
+    device_waits: int = 0
+    image_features: int = 0
+    grammar_queue: int = 0
+    tree_name: str = "UnifiedRadixCache"
     skip_sweep: bool = False  # a fault: an epoch ends and the older entries stay
+    ignores_pause: bool = False  # a fault: the flag is set and generation goes on, as with pipeline parallelism
+    skip_device_wait: bool = False  # a fault: an update begins while a batch may still be on the device
+    skip_feature_clear: bool = False  # a fault: an epoch ends and image features of the old tower stay
     loads_done: int = 0
     loads_failed: int = 0
     tensor_size: int = 1
@@ -105,6 +113,9 @@ class FakeRank:
     def end_epoch(self) -> None:
         self.epoch += 1
         self.order = 0
+        self.device_waits += not self.skip_device_wait
+        if not self.skip_feature_clear:
+            self.image_features = 0
         if self.scoped and not self.skip_sweep:
             self.swept_epoch = self.epoch
             self.swept_tokens += sum(self.tree.values())
@@ -125,6 +136,7 @@ class FakeRank:
 
     def step(self, label: str, loaded: str) -> None:
         """One token for each request, under the label `label`, by the weights `loaded`."""
+        self.forward_passes += bool(self.requests)
         for request in list(self.requests):
             if not request.holds_kv:
                 self._admit(request, label)
@@ -216,6 +228,16 @@ class FakeRank:
                 "running": 0 if self.pause_mode == "retract" else len(holding),
                 "chunked": 0,
                 "result_queue": 0,
+                "forward_passes": self.forward_passes,
+                "device_waits": self.device_waits,
+                "device_waits_failed": 0,
+                "image_features": self.image_features,
+                "grammar_queue": self.grammar_queue,
+                "tree": self.tree_name,
+                "tree_mamba_evictable": 0,
+                "tree_mamba_protected": 0,
+                "mamba_free": 0,
+                "mamba_capacity": 0,
             },
         }
 

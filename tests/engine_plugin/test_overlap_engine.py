@@ -9,6 +9,9 @@ from checks import TOLERANCE, audit_difference, check_form, contexts, decoding, 
 from engine_api import Api, Background, Serve
 from tiny_models import Reference
 
+from slime_backend.evidence import why_not_loaded
+from slime_backend.policy import decide
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]  # make test has overlap in test_scope_engine
 
 
@@ -53,6 +56,26 @@ def test_publication_with_a_step_in_flight(
         check_form(ids, answer)
         assert contexts(answer) == [["v0"], ["v1"] if mode == "retract" else ["v0", "v1"]]
         assert audit_difference(dense_reference, ids, answer) < TOLERANCE
+
+
+def test_an_update_waits_for_the_batch_that_a_pause_left_in_flight(api: Api, dense_paths: dict[str, str]) -> None:
+    """Its result stays queued until the resume, whose loop expects it; what counts is that the device has finished."""
+    off = decide("disjoint", "unsafe")
+    for mode, queued in (("in_place", 1), ("retract", 0)):
+        reset(api, dense_paths)
+        call = decoding(api, prompt(200), 3000)
+        at_pause = api.pause(mode)
+        api.load(dense_paths["v1"])
+        api.label("v1")
+        after = api.report()
+        api.resume()
+        api.call("/abort_request", {"abort_all": True})
+        call.result()
+        assert [report.kv.result_queue for report in (at_pause, after)] == [queued, queued]
+        assert after.epoch == at_pause.epoch + 2
+        assert after.kv.device_waits == at_pause.kv.device_waits + 2
+        assert why_not_loaded([at_pause], [after], off) == []
+        assert api.report().kv.forward_passes > at_pause.kv.forward_passes  # it counts what runs, once it may
 
 
 def test_publication_inside_a_chunked_prefill(
