@@ -88,6 +88,7 @@ class KvEvidence:
     running: int
     chunked: int  # 1 while a chunked prefill is under way
     result_queue: int
+    grammar_queue: int  # requests that wait for their grammar to be compiled; they hold no KV
 
     @classmethod
     def from_json(cls, data: Any) -> KvEvidence:
@@ -114,6 +115,12 @@ class KvEvidence:
             if getattr(self, free) != getattr(self, capacity):
                 found.append(f"{free}={getattr(self, free)} of {getattr(self, capacity)}")
         return tuple(found)
+
+    @property
+    def only_grammars_wait(self) -> bool:
+        """Whether requests that wait for their grammars are all that an idle test before a flush would find."""
+        at_work = self.requests_holding_kv or self.running or self.chunked or self.result_queue
+        return self.grammar_queue > 0 and not at_work
 
     @property
     def is_empty(self) -> bool:

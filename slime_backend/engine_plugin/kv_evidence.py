@@ -129,6 +129,7 @@ def evidence(scheduler: Any) -> wire.KvEvidence:
         running=len(scheduler.running_batch.reqs),
         chunked=int(scheduler.chunked_req is not None),
         result_queue=len(getattr(scheduler, "result_queue", None) or ()),
+        grammar_queue=len(scheduler.grammar_manager.grammar_queue),
     )
 
 

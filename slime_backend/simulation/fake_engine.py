@@ -2,8 +2,9 @@
 
 The states that matter are modelled: a pause is taken by each rank, a flush is refused while a request holds KV,
 updates over a group need an open session, a label may change alone, a retracted request prefills again, a request in
-flight stands still while paused, cache entries are scoped by epoch and swept where the hook `scope` is active. Weights
-are just the name that was loaded last.
+flight stands still while paused, cache entries are scoped by epoch and swept where the hook `scope` is active, a load
+keeps the schedulers from everything else, and /health fails unless a scheduler answers something. Weights are just the
+name that was loaded last. tests/test_fake_against_engine.py compares it with a real engine, route by route.
 
     async with FakeEngine(latency_s=0.02) as engine:
         engine.faults["/flush_cache"] = ["refuse", "refuse"]      # the next two calls
@@ -13,14 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import PurePath
 from typing import Any, Literal
 
 from slime_backend.simulation.fake_scheduler import FakeRank, FakeRequest, spans
 from slime_backend.simulation.http_server import HttpServer, Reply
-from slime_backend.wire import ACTIVE, REPORT_KEY
+from slime_backend.wire import ACTIVE, REPORT_KEY, REPORTS_PATH
 
 Fault = Literal[
     "refuse",  # HTTP 400, no effect
@@ -34,6 +36,23 @@ Fault = Literal[
 HANG_S = 3600.0
 TOKEN = 7  # what is sampled where a test doesn't say
 TOKEN_S = 0.002  # a decode step
+HEALTH_S = 0.5  # SGLang waits for 20 s (SGLANG_HEALTH_CHECK_TIMEOUT)
+UPDATES = tuple(f"/update_weights_from_{source}" for source in ("disk", "distributed", "tensor"))
+# What the schedulers answer, one after the other. The rest is the HTTP process's.
+SCHEDULED = frozenset(
+    {
+        *UPDATES,
+        REPORTS_PATH,
+        "/server_info",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/destroy_weights_update_group",
+        "/update_weight_version",
+    }
+)
 
 
 class FakeEngine:
@@ -50,9 +69,14 @@ class FakeEngine:
         token_s: float = TOKEN_S,
         answer: Callable[[Sequence[int]], Sequence[int]] | None = None,
         incremental: bool = False,
+        load_s: float = 0.0,
+        grammar_s: float = 0.0,
+        health_s: float = HEALTH_S,
     ) -> None:
         """`answer`: what a prompt's ids are answered with, up to `max_new_tokens`; without, TOKEN for ever.
-        `incremental`: as with --incremental-streaming-output, an event has the new tokens only."""
+        `incremental`: as with --incremental-streaming-output, an event has the new tokens only. `load_s`: how long an
+        update of weights takes. `grammar_s`: how long the grammar of a request with a schema or a regex is compiled.
+        `health_s`: how long /health waits for a scheduler's answer."""
         self.label = version
         self.loaded = version  # the weights that really are in memory
         self.latency_s = latency_s
@@ -61,13 +85,18 @@ class FakeEngine:
         self.token_s = token_s
         self.answer = answer
         self.incremental = incremental
+        self.load_s, self.grammar_s, self.health_s = load_s, grammar_s, health_s
         self.bodies: list[dict[str, Any]] = []  # of /generate
-        self.ranks = [FakeRank(radix_cache, "scope" in hooks) for _ in range(ranks)]
+        self.ranks = [
+            FakeRank(radix_cache, "scope" in hooks, grammar_flush="grammar_flush" in hooks) for _ in range(ranks)
+        ]
         self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
         self.calls: list[str] = []
         self.session_open = False
         self.dead = False
+        self.answered = 0  # by the schedulers: control calls and tokens
         self.port = 0
+        self._schedulers = asyncio.Lock()  # they do one thing at a time
         self._server = HttpServer(self._handle)
         self._decoder: asyncio.Task[None] | None = None
         self._next_rank = 0
@@ -103,6 +132,9 @@ class FakeEngine:
             token_s=self.token_s,
             answer=self.answer,
             incremental=self.incremental,
+            load_s=self.load_s,
+            grammar_s=self.grammar_s,
+            health_s=self.health_s,
         )
         await self.start(port)
 
@@ -137,14 +169,30 @@ class FakeEngine:
         handler = getattr(self, "on_" + path.strip("/").replace("/", "_"), None)
         if handler is None:
             return Reply({"detail": "Not Found"}, 404)
-        reply: Reply = await handler(body)
+        reply: Reply = await self._scheduled(handler, path, body) if path in SCHEDULED else await handler(body)
         if fault == "drop_after" or self.dead:
             return None
         if fault == "hang_after":
             await asyncio.sleep(HANG_S)
         return reply
 
+    async def _scheduled(
+        self, handler: Callable[[dict[str, Any]], Awaitable[Reply]], path: str, body: dict[str, Any]
+    ) -> Reply:
+        async with self._schedulers:
+            if path in UPDATES and self.load_s:
+                await asyncio.sleep(self.load_s)
+            reply = await handler(body)
+        self.answered += 1
+        return reply
+
     async def on_health(self, body: dict[str, Any]) -> Reply:
+        """A token is asked for; whatever the schedulers answer meanwhile counts as well."""
+        before, until = self.answered, time.monotonic() + self.health_s
+        while self.answered == before and (self.paused or self._schedulers.locked()):
+            if time.monotonic() > until:
+                return Reply(status=503)
+            await asyncio.sleep(self.token_s)
         return Reply()
 
     async def on_model_info(self, body: dict[str, Any]) -> Reply:
@@ -218,7 +266,8 @@ class FakeEngine:
 
     async def on_generate(self, body: dict[str, Any]) -> Reply:
         ids = body["input_ids"]
-        wanted = int(body.get("sampling_params", {}).get("max_new_tokens", 16))
+        sampling = body.get("sampling_params", {})
+        wanted = int(sampling.get("max_new_tokens", 16))
         if not ids or wanted < 1:
             return Reply({"error": {"message": "empty request"}}, 400)
         self.bodies.append(body)
@@ -227,6 +276,9 @@ class FakeEngine:
         self._next_rank = (self._next_rank + 1) % len(self.ranks)
         mine = FakeRequest(len(ids), min(wanted, len(planned)), body.get("rid") or "")
         end = "stop" if self.answer and len(planned) <= wanted else "length"
+        if any(sampling.get(kind) for kind in ("json_schema", "regex", "ebnf", "structural_tag")):
+            mine.grammar = True
+            asyncio.get_running_loop().call_later(self.grammar_s, setattr, mine, "compiled", True)
         rank.requests.append(mine)
         if body.get("stream"):
             return Reply(events=self._events(rank, mine, planned, end))
@@ -280,8 +332,11 @@ class FakeEngine:
     async def _decode(self) -> None:
         while True:
             await asyncio.sleep(self.token_s)
+            if self.load_s and self._schedulers.locked():
+                continue
             for rank in self.ranks:
                 if rank.pause_mode is None:
+                    self.answered += bool(rank.requests)
                     rank.step(self.label, self.loaded)
 
 
