@@ -17,7 +17,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any, Literal
 
 from slime_backend.simulation.fake_scheduler import FakeRank, FakeRequest, spans
@@ -31,9 +31,18 @@ Fault = Literal[
     "drop_after",  # the connection breaks after the effect
     "hang_before",  # no answer, no effect
     "hang_after",  # no answer after the effect
+    "none",  # as without a fault: for a later call
     "die",  # the process ends: no effect, and no answer to anything from now on
 ]
 HANG_S = 3600.0
+# Fields of which SGLang's server itself refuses any other value, before a scheduler hears of the call.
+FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "/pause_generation": {"mode": lambda v: v in (None, "abort", "in_place", "retract")},
+    "/update_weight_version": {"new_version": lambda v: isinstance(v, str)},
+    "/update_weights_from_disk": {"model_path": lambda v: isinstance(v, str)},
+    "/abort_request": {"rid": lambda v: v is None or isinstance(v, str)},
+    "/begin_weight_update": {"selector": lambda v: v is None or isinstance(v, str)},
+}
 TOKEN = 7  # what is sampled where a test doesn't say
 TOKEN_S = 0.002  # a decode step
 HEALTH_S = 0.5  # SGLang waits for 20 s (SGLANG_HEALTH_CHECK_TIMEOUT)
@@ -169,6 +178,9 @@ class FakeEngine:
         handler = getattr(self, "on_" + path.strip("/").replace("/", "_"), None)
         if handler is None:
             return Reply({"detail": "Not Found"}, 404)
+        wrong = [f for f, allowed in FIELDS.get(path, {}).items() if not allowed(body.get(f))]
+        if wrong:
+            return _malformed(wrong[0])
         reply: Reply = await self._scheduled(handler, path, body) if path in SCHEDULED else await handler(body)
         if fault == "drop_after" or self.dead:
             return None
@@ -208,12 +220,12 @@ class FakeEngine:
     async def on_pause_generation(self, body: dict[str, Any]) -> Reply:
         for rank in self.ranks:
             rank.pause(body.get("mode", "abort"))
-        return Reply({"message": "Generation paused successfully."})
+        return Reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def on_continue_generation(self, body: dict[str, Any]) -> Reply:
         for rank in self.ranks:
             rank.pause_mode = None
-        return Reply({"message": "Generation continued successfully."})
+        return Reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def on_flush_cache(self, body: dict[str, Any]) -> Reply:
         accepted = [rank.flush() for rank in self.ranks]
@@ -221,9 +233,13 @@ class FakeEngine:
         return Reply("Cache flushed.\n", 200 if accepted[0] else 400)
 
     async def on_update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
-        self.loaded = PurePath(body["model_path"]).name
+        """A relative path is a name; what an absolute one names must exist."""
+        path = Path(body["model_path"])
         self._end_epoch()
-        return Reply({"success": True, "message": "Succeeded to update model weights."})
+        if path.is_absolute() and not path.exists():
+            return Reply({"success": False, "message": f"no model at {path}", "num_paused_requests": 0}, 400)
+        self.loaded = path.name
+        return Reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
 
     async def on_update_weights_from_distributed(self, body: dict[str, Any]) -> Reply:
         return self._take(body["names"][0])
@@ -256,7 +272,7 @@ class FakeEngine:
     async def on_update_weight_version(self, body: dict[str, Any]) -> Reply:
         self.label = body["new_version"]
         self._end_epoch()
-        return Reply({"success": True, "new_version": self.label})
+        return Reply({"success": True, "message": "Weight version updated.", "new_version": self.label})
 
     async def on_abort_request(self, body: dict[str, Any]) -> Reply:
         if body.get("abort_all") or body.get("rid"):
@@ -316,12 +332,15 @@ class FakeEngine:
             "cached_tokens": mine.prefills[0]["cached"] if mine.prefills else 0,
             "weight_version": self.label,
             "output_token_logprobs": [[-1.0 - i / 1000, planned[i], None] for i in range(sent, count)],
-            "weight_versions": spans(mine.sampled),
             "truth": spans(mine.truth),
-            "kv_provenance": mine.segments if done else [],
-            "prefills": mine.prefills if done else [],
         }
-        return {"output_ids": planned[sent:count], "text": "", "meta_info": meta}
+        if done:  # only then does SGLang say the first, and our hook the others
+            meta |= {
+                "weight_versions": spans(mine.sampled),
+                "kv_provenance": mine.segments,
+                "prefills": mine.prefills,
+            }
+        return {"output_ids": planned[sent:count], "meta_info": meta}
 
     # ---- the schedulers -----------------------------------------------------------------------------------------
 
@@ -338,6 +357,11 @@ class FakeEngine:
                 if rank.pause_mode is None:
                     self.answered += bool(rank.requests)
                     rank.step(self.label, self.loaded)
+
+
+def _malformed(field: str) -> Reply:
+    told = {"object": "error", "message": f"Request validation failed: {field}", "type": "Bad Request", "param": None}
+    return Reply({**told, "code": 400}, 400)
 
 
 def _refused(message: str) -> Reply:
