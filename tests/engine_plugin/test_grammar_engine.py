@@ -141,8 +141,7 @@ def test_a_schema_that_arrives_in_the_pause_and_one_in_flight(hooked, sources, t
 
     class Slow(DiskTransport):
         async def load(self, client, version):
-            second.append(guided(client))
-            await waiting_for_its_grammar(client)
+            second.append(guided(client))  # SGLang's HTTP process keeps it until the resume
             await super().load(client, version)
 
     async def scenario():
