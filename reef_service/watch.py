@@ -1,5 +1,5 @@
-"""Looks at every engine again and again: retires what no longer answers, takes out of routing what isn't the engine that
-was confirmed, admits what has come back, and remembers what the engines count, for the page and for /metrics."""
+"""Looks at every engine again and again: retires what no longer answers, takes out of routing what isn't the engine
+that was confirmed, admits what has come back, and remembers what the engines count, for the page and for /metrics."""
 
 from __future__ import annotations
 

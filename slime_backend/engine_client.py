@@ -281,47 +281,15 @@ class EngineClient:
         Begin and end have a load's deadline, since the engine may have to process the weights. After an error in the
         block the engine is given up: its end may hang then, what it answers changes nothing, and the error goes on.
         """
-        if not await self._begin_weight_session():
+        if not await _begin_weight_session(self):
             yield
             return
         try:
             yield
         except BaseException:
-            await self._give_up_weight_session()
+            await _give_up_weight_session(self)
             raise
         await self.call("POST", END_SESSION, body={}, deadline=self.deadlines.load)
-
-    async def _begin_weight_session(self) -> bool:
-        """Whether a session is open now; False where this SGLang has none.
-
-        A session outlives the publisher that opened it and refuses every later one (0.5.23,
-        scheduler_components/weight_updater.py:311): one that is found open is ended, and so is one of which it isn't
-        known whether it was opened.
-        """
-        try:
-            await self._begin_once()
-        except EngineRefused as error:
-            if _is_absent(error):
-                return False
-            if "already open" not in error.seen:
-                raise
-            log.warning("%s: a weight session of an earlier publisher is open; it is ended", self.name)
-            await self.call("POST", END_SESSION, body={}, deadline=self.deadlines.load)
-            await self._begin_once()
-        return True
-
-    async def _begin_once(self) -> None:
-        try:
-            await self.call("POST", "/begin_weight_update", body={"selector": "all"}, deadline=self.deadlines.load)
-        except EngineRefused:
-            raise
-        except BaseException:  # its outcome is unknown, also after a cancellation
-            await self._give_up_weight_session()
-            raise
-
-    async def _give_up_weight_session(self) -> None:
-        with suppress(EngineError):
-            await self.call("POST", END_SESSION, body={}, deadline=self.deadlines.control)
 
     async def join_weight_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
@@ -395,6 +363,41 @@ class EngineClient:
             raise EngineTimeout(self.name, what, f"nothing within {self.deadlines.generate:g} s") from error
         except ConnectionError as error:
             raise EngineUnreachable(self.name, what, str(error)) from error
+
+
+async def _begin_weight_session(client: EngineClient) -> bool:
+    """Whether a session is open now; False where this SGLang has none.
+
+    A session outlives the publisher that opened it and refuses every later one (0.5.23,
+    scheduler_components/weight_updater.py:311): one that is found open is ended, and so is one of which it isn't
+    known whether it was opened.
+    """
+    try:
+        await _begin_once(client)
+    except EngineRefused as error:
+        if _is_absent(error):
+            return False
+        if "already open" not in error.seen:
+            raise
+        log.warning("%s: a weight session of an earlier publisher is open; it is ended", client.name)
+        await client.call("POST", END_SESSION, body={}, deadline=client.deadlines.load)
+        await _begin_once(client)
+    return True
+
+
+async def _begin_once(client: EngineClient) -> None:
+    try:
+        await client.call("POST", "/begin_weight_update", body={"selector": "all"}, deadline=client.deadlines.load)
+    except EngineRefused:
+        raise
+    except BaseException:  # its outcome is unknown, also after a cancellation
+        await _give_up_weight_session(client)
+        raise
+
+
+async def _give_up_weight_session(client: EngineClient) -> None:
+    with suppress(EngineError):
+        await client.call("POST", END_SESSION, body={}, deadline=client.deadlines.control)
 
 
 class AnswerStream:

@@ -33,6 +33,7 @@ from slime_backend.wire import SchedulerReport
 
 T = TypeVar("T")
 State = Literal["open", "paused", "verified", "loaded", "labelled", "resumed", "failed"]
+IDENTIFY_S = 2.5
 FLUSH_RETRY_S = 0.01  # an overlapped batch drains in milliseconds; the deadline bounds the number of tries
 RESUME_TRIES = 3
 MAX_FLUSH_RETRY_S = 0.5
@@ -224,7 +225,7 @@ def _only_grammars_refuse(before: Sequence[SchedulerReport], after: Sequence[Sch
 
 
 async def _let_grammars_in(target: _Target, policy: Policy) -> None:
-    """Resume an engine whose flush is refused for nothing but requests that wait for their grammars, and pause it again.
+    """Resume an engine whose flush is refused only because requests wait for their grammars, and pause it again.
 
     A paused scheduler doesn't look whether a grammar is ready (0.5.23, managers/scheduler.py:2034). What it generates
     in between is of the old weights, as before the first pause; the evidence is counted from the second.
@@ -252,6 +253,7 @@ async def publish(fleet: Fleet, transport: Transport, version: str, *, readmit: 
         # One list for prepare and for the transaction: who is admitted while the transport prepares has no part in what
         # is prepared, and waits for the next publication.
         members = fleet.updatable()
+        await asyncio.gather(*(_identify(fleet, member) for member in members))
         report = PublicationReport(version, fleet.version, str(fleet.policy), transport.name, started_at=time.time())
         started = time.perf_counter()
         await transport.prepare(version, [m.client for m in members])
@@ -281,6 +283,13 @@ async def publish(fleet: Fleet, transport: Transport, version: str, *, readmit: 
         if report.state == "failed":
             raise PublicationError(report)
         return report
+
+
+async def _identify(fleet: Fleet, member: Member) -> None:
+    """Notice a restart before the transport prepares for processes that are gone. What is wrong else, `look` finds."""
+    with suppress(EngineError, FleetError, TimeoutError):
+        async with asyncio.timeout(IDENTIFY_S):
+            await recognise(fleet, member, await member.client.reports())
 
 
 @contextmanager

@@ -66,7 +66,10 @@ def test_the_next_publication_takes_a_restarted_engine_for_a_newcomer(run_async)
             fleet_at_load = fleet
             await restarted_at_v0(fleet, engines)
             report = await publish(fleet, Looking(), "v4")
-            known = [m.instances == {r.instance_id for r in e.ranks} for m, e in zip(fleet.members.values(), engines)]
+            known = [
+                m.instances == {r.instance_id for r in e.ranks}
+                for m, e in zip(fleet.members.values(), engines, strict=True)
+            ]
             return report, known, [(m.status, m.version) for m in fleet.members.values()]
 
     report, known, members = run_async(scenario())
@@ -335,3 +338,46 @@ def test_versions_since_forgets_and_stays_small():
 
 def test_an_engine_that_was_never_asked_has_no_instances():
     assert Member(EngineClient("http://127.0.0.1:1")).instances == frozenset()
+
+
+def test_a_weight_group_belongs_to_the_processes_that_joined_it(run_async, monkeypatch):
+    """A restarted engine that is asked through the same client is in no group: it joins another one."""
+    distributed = pytest.importorskip("slime_backend.transports.distributed", reason="needs torch")
+
+    class Pair:
+        def __init__(self, name, host, timeout_s):
+            self.name, self.port, self.stopped = name, 1, False
+            made.append(self)
+
+        def connect(self):
+            pass
+
+        def stop(self):
+            self.stopped = True
+
+    made = []
+    monkeypatch.setattr(distributed, "PairGroup", Pair)
+
+    class Joining(distributed.DistributedTransport):
+        async def load(self, client, version):
+            await client.load_from_disk(f"weights/{version}")
+
+    async def scenario():
+        async with fake_fleet() as (fleet, engines):
+            for engine in engines:
+
+                async def joined(body):
+                    return (await engines[0].on_abort_request({}))._replace(body={"success": True})
+
+                engine.on_init_weights_update_group = joined
+            transport = Joining(None)
+            counts = []
+            for version in ("v1", "v2"):
+                assert not (await publish(fleet, transport, version)).unconfirmed
+                counts.append(len(made))
+            await engines[1].restart("v0")
+            engines[1].on_init_weights_update_group = joined
+            assert not (await publish(fleet, transport, "v3")).unconfirmed
+            return counts, len(made), [pair.stopped for pair in made]
+
+    assert run_async(scenario()) == ([2, 2], 3, [False, True, False])

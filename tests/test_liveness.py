@@ -120,7 +120,7 @@ def test_negative_control_health_alone_retires_the_paused_engine(run_async, monk
     monkeypatch.setattr(liveness, "look", by_health)
 
     async def scenario():
-        async with fake_fleet(1, health_s=0.05) as (fleet, engines):
+        async with fake_fleet(1, health_s=0.05) as (fleet, _):
             await fleet.members["engine0"].client.pause("in_place")
             return await liveness.check(fleet, fleet.members["engine0"], "a test"), fleet.retired()
 
@@ -196,7 +196,7 @@ def test_up_keeps_engines_that_are_paused_or_load_and_ends_when_one_is_gone(run_
     monkeypatch.setattr(local_fleet, "look", counted)
 
     async def scenario():
-        async with fake_fleet(2, deadlines=HASTY, load_s=30.0, health_s=0.05) as (fleet, engines):
+        async with fake_fleet(2, deadlines=HASTY, load_s=30.0, health_s=0.05) as (fleet, _):
             clients = [m.client for m in fleet.members.values()]
             await clients[0].pause("retract")
             load = asyncio.create_task(clients[1].load_from_disk("weights/v1"))
@@ -211,6 +211,6 @@ def test_up_keeps_engines_that_are_paused_or_load_and_ends_when_one_is_gone(run_
             load.cancel()
             await up
 
-    with pytest.raises(EngineStartError, match="engine1 no longer answers at http.*: its process has ended"):
+    with pytest.raises(EngineStartError, match=r"engine1 no longer answers at http.*: its process has ended"):
         run_async(scenario())
     assert {life for _, life in looked[:6]} == {"alive", "busy"}

@@ -7,6 +7,8 @@ only after a lost load its weights are unknown.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from slime_backend.engine_client import Deadlines, EngineClient
@@ -26,8 +28,8 @@ OUTCOME = {
     "/model_info": "new",
     "/continue_generation": "new",
 }
-# The calls on a path in one publication, by their place: reports are read at four steps.
-PLACES = {REPORTS_PATH: (0, 1, 2, 3)}
+# The calls on a path in one publication, by their place: reports are read at five steps, the first before `prepare`.
+PLACES = {REPORTS_PATH: (0, 1, 2, 3, 4)}
 CASES = [
     (sharing, path, fault, place)
     for sharing in ("retract", "scoped")
@@ -42,10 +44,8 @@ async def after_a_lost_answer(path, fault, place, sharing):
     async with fake_fleet(1, sharing, deadlines=DEADLINES) as (fleet, engines):
         engine = engines[0]
         engine.faults[path] = ["none"] * place + [fault]
-        try:
+        with suppress(PublicationError):
             await publish(fleet, NameTransport(), "v1")
-        except PublicationError:
-            pass
         assert not engine.faults[path], "the call was never made: the case shows nothing"
         assert not engine.paused
         assert engine.label == engine.loaded or engine.label.startswith("unconfirmed-"), "a label lies"
@@ -67,5 +67,5 @@ def test_negative_control_asked_once_the_engine_is_lost(run_async, monkeypatch, 
         return await self.call(method, path, body=body, deadline=deadline)
 
     monkeypatch.setattr(EngineClient, "_asked_again", once)
-    place = 2 if path == REPORTS_PATH else 0  # the reports that prove the label
+    place = 3 if path == REPORTS_PATH else 0  # the reports that prove the label
     assert run_async(after_a_lost_answer(path, "hang_after", place, "retract")) == "unknown"

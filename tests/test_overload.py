@@ -74,7 +74,7 @@ def test_it_ends_with_the_fleets_own_deadline(run_async, through):
                 refusing(engine, 503, {"error": {"message": "HTTP 429 said the proxy behind"}})
             await one(fleet, through)
 
-    with pytest.raises(RequestLost, match="no answer after .* HTTP 503"):
+    with pytest.raises(RequestLost, match=r"no answer after .* HTTP 503"):
         run_async(scenario())
 
 

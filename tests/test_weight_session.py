@@ -111,9 +111,12 @@ def test_begin_has_a_loads_deadline(run_async):
 
     async def scenario():
         deadlines = Deadlines(load=20.0, control=0.2)
-        async with FakeEngine(latency_s=0.6) as engine, EngineClient(engine.url, deadlines=deadlines) as client:
-            async with client.weight_session():
-                return engine.session_open
+        async with (
+            FakeEngine(latency_s=0.6) as engine,
+            EngineClient(engine.url, deadlines=deadlines) as client,
+            client.weight_session(),
+        ):
+            return engine.session_open
 
     assert run_async(scenario())
 
