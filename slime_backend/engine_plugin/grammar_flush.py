@@ -34,15 +34,14 @@ def install() -> str:
     idle = f"{scheduler}.is_fully_idle"
     if not registry.missing_targets([idle]) and not _counts_grammars(pkgutil.resolve_name(idle)):
         return wire.NOT_NEEDED
-    return registry.attach(
-        HOOK,
-        [
-            (f"{scheduler}.pause_generation", "before", _before_pause),
-            (f"{scheduler}.continue_generation", "before", _before_continue),
-            (idle, "around", _around_idle),
-            (f"{MANAGER}.clear", "around", _around_clear),
-        ],
-    )
+    functions: list[registry.HookFunction] = [
+        (f"{scheduler}.pause_generation", "before", _before_pause),
+        (f"{scheduler}.continue_generation", "before", _before_continue),
+        (idle, "around", _around_idle),
+    ]
+    if not registry.missing_targets([f"{MANAGER}.clear"]):
+        functions.append((f"{MANAGER}.clear", "around", _around_clear))
+    return registry.attach(HOOK, functions)
 
 
 def _counts_grammars(idle_test: Callable[..., Any]) -> bool:
