@@ -221,6 +221,7 @@ def report(
 Engines = Annotated[list[str], typer.Option("--engine", metavar="URL", help="an engine's base URL; repeat for more")]
 Sharing = Annotated[str, typer.Option("--disjoint-prefix-sharing", metavar="MODE", help="off, retract or scoped")]
 Layout = Annotated[str, typer.Option("--layout", help="disjoint or colocated")]
+DeadlineS = Annotated[float, typer.Option(min=0.1, metavar="S", help="as the key of that name; see docs/runs.md")]
 Allow = Annotated[list[str] | None, typer.Option("--allow-kv-holder", metavar="NAME", help="see docs/kv-holders.md")]
 
 
@@ -232,13 +233,21 @@ def publish(
     sharing: Sharing = "retract",
     layout: Layout = "disjoint",
     allow: Allow = None,
+    deadline_pause_s: DeadlineS = 15.0,
+    deadline_flush_s: DeadlineS = 30.0,
+    deadline_load_s: DeadlineS = 600.0,
+    deadline_control_s: DeadlineS = 10.0,
     as_json: AsJson = False,
 ) -> None:
     """One verified publication to running engines. Exit code 1 if any engine isn't confirmed at the new version."""
     from slime_backend.cli_engines import print_report, publish_checkpoint
+    from slime_backend.engine_client import Deadlines
 
     policy = decide(layout, sharing)  # type: ignore[arg-type]
-    report = event_loop.run_until_signal(publish_checkpoint(policy, engine, checkpoint, version, _holders(allow)))
+    deadlines = Deadlines(deadline_pause_s, deadline_flush_s, deadline_load_s, deadline_control_s)
+    report = event_loop.run_until_signal(
+        publish_checkpoint(policy, engine, checkpoint, version, _holders(allow), deadlines)
+    )
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slime_backend.doctor import Diagnosis, diagnose
-from slime_backend.engine_client import EngineClient
+from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import Policy
 from slime_backend.publication import PublicationReport
@@ -20,14 +20,21 @@ from slime_backend.transports import CheckpointTransport
 
 
 async def publish_checkpoint(
-    policy: Policy, urls: Sequence[str], checkpoint: Path, version: str, allow: frozenset[str]
+    policy: Policy,
+    urls: Sequence[str],
+    checkpoint: Path,
+    version: str,
+    allow: frozenset[str],
+    deadlines: Deadlines | None = None,
 ) -> PublicationReport:
     """Admit the engines, whatever version each is at, and publish to all of them.
 
     An engine that a dead publisher left paused is taken along: the publication ends with every engine resumed.
     """
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(EngineClient(url)) for url in dict.fromkeys(urls)]
+        clients = [
+            await stack.enter_async_context(EngineClient(url, deadlines=deadlines)) for url in dict.fromkeys(urls)
+        ]
         current = await clients[0].weight_version()
         fleet = Fleet(policy, current or "unknown", allow)
         for client in clients:

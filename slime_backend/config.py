@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from slime_backend.engine_client import Deadlines
 from slime_backend.engine_plugin import check_names
 from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.policy import AskedSharing, Layout, Policy, PolicyError, decide
@@ -52,6 +53,12 @@ class RunConfig(BaseModel):
     hooks: list[str] = Field(default_factory=lambda: list(RUN_HOOKS))
     engine_flags: list[str] = Field(default_factory=list, description="further flags of sglang.launch_server")
     engine_ready_s: float = Field(300, gt=0)
+    engine_wait_s: float = Field(60, gt=0, description="how long a request waits while no engine can take it")
+    deadline_pause_s: float = Field(15, gt=0, description="of one engine's pause; also of the proof that it took it")
+    deadline_flush_s: float = Field(30, gt=0, description="of the flush after a retract, with its retries")
+    deadline_load_s: float = Field(600, gt=0, description="of loading one version, and of a weight session's ends")
+    deadline_control_s: float = Field(10, gt=0, description="of a label, a resume, a report")
+    deadline_generate_s: float = Field(3600, gt=0, description="of one request, or of a piece of a stream")
 
     task: Literal["character_kinds", "bare_sums"] = "character_kinds"
     steps: int = Field(16, ge=1)
@@ -119,6 +126,16 @@ class RunConfig(BaseModel):
     def policy(self) -> Policy:
         """Raises PolicyError while the sharing is `auto`: local_trainer/auto_sharing.py resolves it first."""
         return decide(self.layout, self.disjoint_prefix_sharing)  # type: ignore[arg-type]
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return Deadlines(
+            pause=self.deadline_pause_s,
+            flush=self.deadline_flush_s,
+            load=self.deadline_load_s,
+            control=self.deadline_control_s,
+            generate=self.deadline_generate_s,
+        )
 
     @property
     def engine_hooks(self) -> tuple[str, ...]:

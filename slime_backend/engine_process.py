@@ -33,7 +33,15 @@ LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 32768)
 DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
 # What a run asks for: also what one SGLang or one kind of model needs, which reports "not needed" elsewhere.
-RUN_HOOKS = (*DEFAULT_HOOKS, "paused_sleep", "retract_frees", "retract_flush", "sampled_spans", "swa_anchors")
+RUN_HOOKS = (
+    *DEFAULT_HOOKS,
+    "paused_sleep",
+    "retract_frees",
+    "retract_flush",
+    "grammar_flush",
+    "sampled_spans",
+    "swa_anchors",
+)
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says

@@ -42,6 +42,7 @@ class Head(NamedTuple):
 class Response(NamedTuple):
     status: int
     body: bytes
+    retry_after: str = ""  # the header of that name
 
 
 class _Reader(asyncio.StreamReader):
@@ -102,6 +103,7 @@ class Stream:
 
     def __init__(self, status: int, connection: _Connection, headers: dict[str, str], deadline_s: float) -> None:
         self.status = status
+        self.retry_after = headers.get("retry-after", "")
         self._connection, self._deadline_s = connection, deadline_s
         self._chunks = _Chunks() if "chunked" in headers.get("transfer-encoding", "").lower() else None
         self._left = int(headers["content-length"]) if "content-length" in headers else None  # bytes
@@ -235,7 +237,7 @@ class HttpChannel:
             connection.close()
         else:
             self._keep(connection)
-        return Response(head.status, content)
+        return Response(head.status, content, head.headers.get("retry-after", ""))
 
     @asynccontextmanager
     async def stream(self, path: str, body: bytes, deadline_s: float) -> AsyncIterator[Stream]:

@@ -130,6 +130,12 @@ class KvEvidence:
         return tuple(found)
 
     @property
+    def only_grammars_wait(self) -> bool:
+        """Whether requests that wait for their grammars are all that an idle test before a flush would find."""
+        at_work = self.requests_holding_kv or self.running or self.chunked or self.result_queue
+        return self.grammar_queue > 0 and not at_work
+
+    @property
     def is_empty(self) -> bool:
         """True when no KV of any request or cache entry is left in this scheduler."""
         return not self.leftovers()

@@ -34,7 +34,6 @@ FAULTS = [
     ("/update_weights_from_disk", ["die"], "load"),
     ("/update_weight_version", ["refuse"], "label"),
     ("/update_weight_version", ["lie"], "label"),
-    ("/update_weight_version", ["drop_after"], "label"),
     ("/continue_generation", ["refuse"] * 3, "resume"),
     ("/continue_generation", ["lie"] * 3, "resume"),  # the scheduler may have died behind a server that says 200
     ("/continue_generation", ["die"], "resume"),
@@ -74,6 +73,7 @@ def test_one_engine_fails_and_is_retired_the_other_goes_on(run_async, path, faul
         ("/flush_cache", ["refuse", "refuse"]),  # an overlapped batch drains: refused, then accepted
         ("/flush_cache", ["drop_after"]),  # took effect, the answer was lost: the evidence decides
         ("/flush_cache", ["hang_after"]),
+        ("/update_weight_version", ["drop_after"]),  # the same label twice is the same label
         ("/continue_generation", ["refuse"]),
         ("/continue_generation", ["drop_after"]),
         ("/continue_generation", ["drop_before"]),

@@ -14,6 +14,7 @@ the one to refuse.
     paused_sleep   paused_sleep.py    lets a paused scheduler sleep until the next message
     retract_frees  retract_frees.py   gives the KV slots of all retracted requests back at once
     retract_flush  retract_flush.py   lets a flush through after a retract pause, where SGLang refuses it
+    grammar_flush  grammar_flush.py   lets a flush through while requests wait for their grammars
     sampled_spans  sampled_spans.py   meta_info: which weights sampled each token, where SGLang doesn't say
     hook_switch    hook_switch.py     takes the others out of a running engine and puts them back, for a bench
 """
@@ -38,6 +39,7 @@ HOOK_MODULES: dict[str, str] = {
     "paused_sleep": "slime_backend.engine_plugin.paused_sleep",
     "retract_frees": "slime_backend.engine_plugin.retract_frees",
     "retract_flush": "slime_backend.engine_plugin.retract_flush",
+    "grammar_flush": "slime_backend.engine_plugin.grammar_flush",
     "sampled_spans": "slime_backend.engine_plugin.sampled_spans",
     "hook_switch": "slime_backend.engine_plugin.hook_switch",
 }

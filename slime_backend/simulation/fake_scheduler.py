@@ -25,6 +25,8 @@ class FakeRequest:
     segments: list[dict[str, Any]] = field(default_factory=list)
     prefills: list[dict[str, Any]] = field(default_factory=list)
     holds_kv: bool = False
+    grammar: bool = False  # it waits in the grammar queue
+    compiled: bool = False  # its grammar is ready; only a scheduler that runs looks
     epoch: int = 0  # of its admission to prefill
     aborted: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -70,7 +72,7 @@ class FakeRank:
     forward_passes: int = 0
     device_waits: int = 0
     image_features: int = 0
-    grammar_queue: int = 0
+    grammar_queue: int = 0  # requests that a test counts into it, besides those that have a grammar
     tree_name: str = "UnifiedRadixCache"
     skip_sweep: bool = False  # a fault: an epoch ends and the older entries stay
     ignores_pause: bool = False  # a fault: the flag is set and generation goes on, as with pipeline parallelism
@@ -81,6 +83,7 @@ class FakeRank:
     tensor_size: int = 1
     # What single tensor ranks do otherwise than tensor rank 0: rank -> fields of its report, or why it leaves none.
     tensor_faults: dict[int, dict[str, Any] | str] = field(default_factory=dict)
+    grammar_flush: bool = False  # the hook of that name
     refuse_flush: bool = False  # a fault: this rank alone refuses, its answer is lost behind rank 0's (DP > 1)
 
     def pause(self, mode: str) -> None:
@@ -99,12 +102,24 @@ class FakeRank:
             self.abort(None)
 
     def flush(self) -> bool:
-        """False, and everything stays, while a request holds KV, or waits in a scheduler that isn't paused."""
+        """False, and everything stays, while a request holds KV or waits for its grammar, or waits in a scheduler that
+        isn't paused."""
         holding = sum(r.holds_kv for r in self.requests)
         queued = 0 if self.pause_mode else len(self.requests)
-        if holding or queued or self.refuse_flush:
+        counts_grammars = not (self.grammar_flush and self.pause_mode == "retract")
+        if holding or queued or self.refuse_flush or (counts_grammars and self._grammars):
             self.flush_refused += 1
-            self.last_refusal = {"requests_holding_kv": holding, "waiting": queued}
+            self.last_refusal = {
+                "paused": self.pause_mode is not None,
+                "pause_mode": self.pause_mode,
+                "requests_holding_kv": holding,
+                "waiting": self._waiting,
+                "running": 0 if self.pause_mode == "retract" else holding,
+                "chunked": 0,
+                "result_queue": 0,
+                "last_batch": 0 if self.pause_mode == "retract" else holding,
+                "grammar_queue": self._grammars,
+            }
             return False
         self.flush_epoch += 1
         self.tree.clear()
@@ -121,8 +136,9 @@ class FakeRank:
             self.swept_tokens += sum(self.tree.values())
             self.tree.clear()
 
-    def load(self) -> None:
-        self.loads_done += 1
+    def load(self, success: bool) -> None:
+        self.loads_done += success
+        self.loads_failed += not success
         self.end_epoch()
 
     def abort(self, rid: str | None) -> None:
@@ -138,6 +154,9 @@ class FakeRank:
         """One token for each request, under the label `label`, by the weights `loaded`."""
         self.forward_passes += bool(self.requests)
         for request in list(self.requests):
+            request.grammar = request.grammar and not request.compiled
+            if request.grammar:
+                continue
             if not request.holds_kv:
                 self._admit(request, label)
             else:
@@ -164,6 +183,14 @@ class FakeRank:
         request.holds_kv, request.epoch = True, self.epoch
         request.begin_segment(label)
         request.context = [label] * length
+
+    @property
+    def _grammars(self) -> int:
+        return sum(r.grammar for r in self.requests)
+
+    @property
+    def _waiting(self) -> int:
+        return sum(not (r.holds_kv or r.grammar) for r in self.requests)
 
     @property
     def _scope(self) -> int:
@@ -224,7 +251,7 @@ class FakeRank:
                 "request_rows_free": ROWS - len(holding),
                 "request_rows_capacity": ROWS,
                 "requests_holding_kv": len(holding),
-                "waiting": len(self.requests) - len(holding),
+                "waiting": self._waiting,
                 "running": 0 if self.pause_mode == "retract" else len(holding),
                 "chunked": 0,
                 "result_queue": 0,
@@ -232,7 +259,7 @@ class FakeRank:
                 "device_waits": self.device_waits,
                 "device_waits_failed": 0,
                 "image_features": self.image_features,
-                "grammar_queue": self.grammar_queue,
+                "grammar_queue": self.grammar_queue + self._grammars,
                 "tree": self.tree_name,
                 "tree_mamba_evictable": 0,
                 "tree_mamba_protected": 0,

@@ -131,7 +131,8 @@ class SlimePublisher:
 
     def start(self, transport: Transport, version: str) -> Future[PublicationReport]:
         """Begin the transaction; `finish` takes what this returns."""
-        return self.loop.submit(publish(self.fleet, transport, version))
+        # `enroll` has offered admission to the retired engines, of slime's list alone.
+        return self.loop.submit(publish(self.fleet, transport, version, readmit=False))
 
     def finish(self, publication: Future[PublicationReport]) -> dict[str, float]:
         """Wait for the end of the transaction, record it, and put its outcome into the router.

@@ -78,6 +78,11 @@ class EngineGroup:
         self._stop.set()
 
 
+def _processes(client: EngineClient) -> frozenset[str]:
+    """The scheduler processes that the client heard of last: the publication asks before it calls `prepare`."""
+    return getattr(client, "instances", frozenset())
+
+
 def _outlive(group: Any, works: Sequence[tuple[Any, torch.Tensor]], until: float) -> None:
     """Hold a given-up group until nothing is being sent any more: its destructor waits for that, and may run on the
     event loop, while engines are paused."""
@@ -104,6 +109,7 @@ class DistributedTransport:
         self.bucket_bytes = bucket_bytes
         self.connect_s = connect_s
         self._pairs: dict[str, tuple[EngineClient, EngineGroup]] = {}
+        self._joined_by: dict[str, frozenset[str]] = {}  # engine -> the scheduler processes that are in its group
         self._unjoined: dict[str, str] = {}  # engine -> why it has no group
         self._pass: OnePass[list[tuple[str, torch.Tensor]]] | None = None
 
@@ -111,8 +117,8 @@ class DistributedTransport:
         """Connect to the engines that have no group yet. An engine that can't be reached fails in `load`."""
         for client in clients:
             known = self._pairs.get(client.name)
-            if known is not None and known[0] is not client:  # admitted again: its process may be another one
-                self._drop(client.name)
+            if known is not None and (known[0] is not client or _processes(client) != self._joined_by[client.name]):
+                self._drop(client.name)  # another process at the same address is in no group
         await asyncio.gather(*(self._connect(c) for c in clients if c.name not in self._pairs))
 
     async def _connect(self, client: EngineClient) -> None:
@@ -137,6 +143,7 @@ class DistributedTransport:
             self._unjoined[client.name] = getattr(error, "seen", f"{type(error).__name__}: {error}")
             return
         self._pairs[client.name] = (client, pair)
+        self._joined_by[client.name] = _processes(client)
 
     async def load(self, client: EngineClient, version: str) -> None:
         if client.name not in self._pairs:

@@ -129,6 +129,20 @@ def test_an_engine_started_at_the_address_of_another_is_a_new_one(tmp_path):
         assert again.label_when_routed == "2"
 
 
+def test_an_engine_that_restarted_leaves_the_router_until_it_is_confirmed(tmp_path):
+    """slime's list still has it, under the same actor; it serves the weights of its start."""
+    with engines_and_publisher(tmp_path) as (publisher, engines, router):
+        publish(publisher, engines, "1")
+        back = engines[1]
+        back.fake.label = back.fake.loaded = "default"
+        back.fake.ranks[0].instance_id = "another process"
+        router.on_remove = lambda url: router.seen.append((url, back.fake.label))
+        publish(publisher, engines, "2")
+        assert router.seen == [(back.url, "default")]
+        assert sorted(router.workers) == sorted(e.url for e in engines)
+        assert back.label_when_routed == "2"
+
+
 def test_a_dead_engine_is_left_out(tmp_path):
     with engines_and_publisher(tmp_path) as (publisher, engines, router):
         engines[1].fake.dead = True
