@@ -129,15 +129,14 @@ def test_evidence_tells_an_empty_cache_from_a_full_one(engine, run_async):
 
 def test_in_place_pause_refuses_the_flush_and_the_evidence_says_so(engine, run_async):
     async def scenario():
-        async with EngineClient(engine.url, deadlines=DEADLINES) as client:
-            async with endless(client, [prompt(300)]):
-                await client.pause("in_place")
-                try:
-                    with pytest.raises(EngineError, match="HTTP 400"):
-                        await client.flush()
-                    return (await client.reports())[0].kv
-                finally:
-                    await client.resume()
+        async with EngineClient(engine.url, deadlines=DEADLINES) as client, endless(client, [prompt(300)]):
+            await client.pause("in_place")
+            try:
+                with pytest.raises(EngineError, match="HTTP 400"):
+                    await client.flush()
+                return (await client.reports())[0].kv
+            finally:
+                await client.resume()
 
     kv = run_async(scenario(), 60)
     assert kv.pause_mode == "in_place"

@@ -105,23 +105,34 @@ async def endless(
 
 async def decoding(flights: Sequence[Flight]) -> None:
     """Return once each has sampled some tokens more than when this was called."""
-    client = flights[0].client
 
-    async def reports() -> list[KvEvidence]:
+    def check() -> None:
         for flight in flights:
             flight.check()
+
+    await goes_on(flights[0].client, len(flights), check)
+
+
+async def goes_on(client: EngineClient, requests: int, check: Callable[[], None] = lambda: None) -> None:
+    """Return once the engine decodes so many requests, and each has sampled some tokens more than when it did first.
+
+    `check` raises where the wait has no sense any more.
+    """
+
+    async def reports() -> list[KvEvidence]:
+        check()
         return [report.kv for report in await client.reports()]
 
     async def all_admitted() -> list[KvEvidence] | None:
         found = await reports()
-        return found if all_decode(found, len(flights)) else None
+        return found if all_decode(found, requests) else None
 
-    before = await until(all_admitted, f"{len(flights)} requests decode")
+    before = await until(all_admitted, f"{requests} requests decode")
 
     async def gone_on() -> bool:
-        return have_gone_on(before, await reports(), len(flights))
+        return have_gone_on(before, await reports(), requests)
 
-    await until(gone_on, f"{len(flights)} requests go on")
+    await until(gone_on, f"{requests} requests go on")
     await delayed()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_api import Api, Background, Serve
+from engine_api import Api, Endless, Serve
 
 from slime_backend.engine_plugin import paused_sleep
 from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
@@ -43,10 +43,9 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def paused_in_flight(api: Api, mode: str) -> Background:
-    """A long request, paused while it decodes."""
-    call = Background(api.generate, [7] * 50, 200)
-    api.until(lambda report: report.kv.running > 0, "decoding")
+def paused_in_flight(api: Api, mode: str) -> Endless:
+    """A request that is paused while it decodes."""
+    call = Endless(api, [7] * 50).started()
     assert api.call("/pause_generation", {"mode": mode})[0] == 200
     api.until(lambda report: report.kv.paused, "paused")
     return call
@@ -61,10 +60,10 @@ def test_a_paused_engine_leaves_its_core_and_wakes(engine: LocalEngine, mode: st
     call = paused_in_flight(api, mode)
     scheduler = scheduler_of(api)
     before = cpu_s(scheduler)
-    time.sleep(ASLEEP_S)
+    time.sleep(ASLEEP_S)  # what is measured: a share of this time
     assert cpu_s(scheduler) - before < ASLEEP_SHARE * ASLEEP_S
     assert api.call("/continue_generation", {})[0] == 200
-    assert len(call.result()["output_ids"]) == 200
+    call.result()
 
 
 @pytest.mark.engine
