@@ -147,15 +147,17 @@ def test_a_group_is_made_anew_after_a_failure(transport: DistributedTransport, r
 
 def test_a_group_is_made_anew_after_a_cancelled_load(transport: DistributedTransport, run_async: Any) -> None:
     engine = Engine("engine")
+    receiving = asyncio.Event()
 
     async def never(**what: Any) -> None:
+        receiving.set()
         await asyncio.Event().wait()
 
     async def scenario() -> None:
         await transport.prepare("v1", [engine])  # type: ignore[list-item]
         receive, engine.receive_tensors = engine.receive_tensors, never  # type: ignore[method-assign,assignment]
         load = asyncio.create_task(transport.load(engine, "v1"))  # type: ignore[arg-type]
-        await asyncio.sleep(0.05)
+        await receiving.wait()
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load

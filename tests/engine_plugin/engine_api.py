@@ -134,8 +134,13 @@ class Background:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
+    def check(self) -> None:
+        """Fail where it is over."""
+        if self.done():
+            raise AssertionError(TOO_FAST.format(ENDLESS) + f" (it came to {str(self._answer)[:300]})")
+
     def result(self) -> Any:
-        self._thread.join(120)
+        self._thread.join(DEADLINE_S)
         assert self._answer, "the call did not return"
         if isinstance(self._answer[0], BaseException):
             raise self._answer[0]
@@ -158,7 +163,7 @@ class Endless(Background):
 
     def end(self) -> Any:
         """End it; its answer up to here."""
-        assert not self.done(), TOO_FAST.format(ENDLESS)
+        self.check()
         for rid in self.rids:
             assert self.api.call("/abort_request", {"rid": rid})[0] == 200
         return super().result()
@@ -174,7 +179,7 @@ def go_on(api: Api, requests: int, calls: Sequence[Background] = ()) -> None:
 
     def reports() -> list[KvEvidence]:
         for call in calls:
-            assert not call.done(), f"{TOO_FAST.format(ENDLESS)} ({call.result()})"
+            call.check()
         return [report.kv for report in api.reports()]
 
     def all_admitted() -> list[KvEvidence] | None:
