@@ -152,13 +152,14 @@ class Endless(Background):
 
     def __init__(self, api: Api, ids: Sequence[int] | list[list[int]], **options: Any) -> None:
         self.api, self.count = api, len(ids) if isinstance(ids[0], list) else 1
+        self.before = api.report().kv.running
         self.rids = [uuid.uuid4().hex for _ in range(self.count)]
         rid = self.rids if isinstance(ids[0], list) else self.rids[0]
         super().__init__(api.generate, ids, ENDLESS, rid=rid, **options)
 
     def started(self) -> Endless:
         """Itself, once it decodes. It must be the only one that comes or goes."""
-        go_on(self.api, self.api.report().kv.running + self.count, [self])
+        go_on(self.api, self.before + self.count, [self])
         return self
 
     def end(self) -> Any:
