@@ -77,6 +77,7 @@ class Engine:
         self.groups: list[str] = []
         self.received = 0
         self.ended_within: list[float | None] = []
+        self.may_end = asyncio.Event()
 
     async def join_weight_group(self, *, group: str, **where: Any) -> None:
         self.groups.append(group)
@@ -96,7 +97,7 @@ class Engine:
             return
         self.ended_within.append(deadline)
         if self.fails:
-            await asyncio.sleep(0.5)
+            await self.may_end.wait()
             raise EngineTimeout(self.name, "end", "no answer")
 
 
@@ -120,6 +121,7 @@ def test_a_failed_engine_says_why_and_nobody_waits_for_its_end(transport: Distri
         loads = [asyncio.create_task(transport.load(e, "v1")) for e in (well, bad)]  # type: ignore[arg-type]
         await loads[0]
         assert not loads[1].done()  # the session of the bad one is still being ended
+        bad.may_end.set()
         with pytest.raises(EngineRefused, match="a shape is wrong"):
             await loads[1]
 
@@ -130,6 +132,7 @@ def test_a_failed_engine_says_why_and_nobody_waits_for_its_end(transport: Distri
 
 def test_a_group_is_made_anew_after_a_failure(transport: DistributedTransport, run_async: Any) -> None:
     engine = Engine("engine", fails=True)
+    engine.may_end.set()
 
     async def scenario() -> None:
         await transport.prepare("v1", [engine])  # type: ignore[list-item]

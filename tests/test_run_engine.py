@@ -42,8 +42,8 @@ def finish(args, timeout=580):
     return subprocess.run(args, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 
 
-# Few requests run at once and the others wait behind them, so that the trainer waits for the engines: on a machine whose
-# engines are fast beside its disk too, a publication meets requests in flight.
+# Few requests run at once and the others wait behind them, so that the trainer waits for the engines: where engines are
+# fast and the disk is slow, too, a publication meets requests in flight.
 FULL = 'engine_flags=["--max-running-requests", "4"]'
 SMALL = ("steps=4", "groups_per_step=6", "samples_per_group=4", "groups_ahead=6", "max_total_tokens=40000", FULL)
 

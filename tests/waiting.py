@@ -25,7 +25,7 @@ from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.wire import KvEvidence
 
 DELAY_S = float(os.environ.get("REEF_TEST_DELAY_S", "0"))
-DEADLINE_S = 120.0  # for what takes milliseconds on an idle machine
+DEADLINE_S = 60.0  # for what takes milliseconds on an idle machine
 POLL_S = 0.01
 ENDLESS = 30000  # tokens: many seconds on any CPU, and within the context of the models of these tests (32768)
 MORE_SLOTS = 48  # of KV that a request has taken when it has gone on: three pages of 16 tokens

@@ -140,7 +140,7 @@ class Background:
             raise AssertionError(TOO_FAST.format(ENDLESS) + f" (it came to {str(self._answer)[:300]})")
 
     def result(self) -> Any:
-        self._thread.join(DEADLINE_S)
+        self._thread.join(2 * DEADLINE_S)
         assert self._answer, "the call did not return"
         if isinstance(self._answer[0], BaseException):
             raise self._answer[0]
