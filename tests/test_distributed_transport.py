@@ -110,6 +110,7 @@ class Engine:
         self.worlds: list[int] = []
         self.received = 0
         self.ended_within: list[float | None] = []
+        self.may_end = asyncio.Event()
 
     async def server_info(self) -> dict[str, Any]:
         return {"tp_size": self.tensor_ranks}
@@ -133,7 +134,7 @@ class Engine:
             return
         self.ended_within.append(deadline)
         if self.fails:
-            await asyncio.sleep(0.5)
+            await self.may_end.wait()
             raise EngineTimeout(self.name, "end", "no answer")
 
 
@@ -157,6 +158,7 @@ def test_a_failed_engine_says_why_and_nobody_waits_for_its_end(transport: Distri
         loads = [asyncio.create_task(transport.load(e, "v1")) for e in (well, bad)]  # type: ignore[arg-type]
         await loads[0]
         assert not loads[1].done()  # the session of the bad one is still being ended
+        bad.may_end.set()
         with pytest.raises(EngineRefused, match="a shape is wrong"):
             await loads[1]
 
@@ -167,6 +169,7 @@ def test_a_failed_engine_says_why_and_nobody_waits_for_its_end(transport: Distri
 
 def test_a_group_is_made_anew_after_a_failure(transport: DistributedTransport, run_async: Any) -> None:
     engine = Engine("engine", fails=True)
+    engine.may_end.set()
 
     async def scenario() -> None:
         await transport.prepare("v1", [engine])  # type: ignore[list-item]
@@ -184,15 +187,17 @@ def test_a_group_is_made_anew_after_a_failure(transport: DistributedTransport, r
 
 def test_a_group_is_made_anew_after_a_cancelled_load(transport: DistributedTransport, run_async: Any) -> None:
     engine = Engine("engine")
+    receiving = asyncio.Event()
 
     async def never(**what: Any) -> None:
+        receiving.set()
         await asyncio.Event().wait()
 
     async def scenario() -> None:
         await transport.prepare("v1", [engine])  # type: ignore[list-item]
         receive, engine.receive_tensors = engine.receive_tensors, never  # type: ignore[method-assign,assignment]
         load = asyncio.create_task(transport.load(engine, "v1"))  # type: ignore[arg-type]
-        await asyncio.sleep(0.05)
+        await receiving.wait()
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load

@@ -3,7 +3,6 @@ nothing, so none is asserted; what a mode prefills is the fakes' own count, as a
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from slime_backend.planner.measured import EngineSpeeds, MeasurementError, ModeR
 from slime_backend.planner.work import MODES
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.fake_scheduler import FakeRank
+from tests.waiting import until
 
 SHAPE = Shape(prompt=40, group=4, answers=(4, 8, 60), in_flight=8, chunk=64)
 INTERVAL_S = 0.15  # in which the fakes decode some 60 tokens
@@ -131,12 +131,10 @@ def test_what_an_abort_ends_goes_on_or_is_thrown_away(run_async, keep_tokens):
             await client.label("1.0")
             async with ModeLoad(client, shape, 0, keep_tokens) as load:
                 (rank,) = fake.ranks
-                while sum(bool(request.sampled) for request in rank.requests) < 2:
-                    await asyncio.sleep(0.01)
+                await until(lambda: sum(bool(request.sampled) for request in rank.requests) == 2, "both decode")
                 await client.label("1.1")
                 await client.abort_all()
-                while sum(t.finished for t in load.tries) < 2:
-                    await asyncio.sleep(0.01)
+                await until(lambda: sum(t.finished for t in load.tries) >= 2, "two have ended")
             return load.tries, fake.bodies
 
     tries, bodies = run_async(work())

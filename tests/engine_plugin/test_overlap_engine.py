@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from checks import TOLERANCE, audit_difference, check_form, contexts, decoding, plain_difference, prompt, reset
-from engine_api import Api, Background, Serve
+from checks import (
+    TOLERANCE,
+    audit_difference,
+    check_form,
+    contexts,
+    decoding,
+    paused_in_mid_prefill,
+    plain_difference,
+    prompt,
+    reset,
+)
+from engine_api import Api, Serve
 from tiny_models import Reference
 
 from slime_backend.evidence import why_not_loaded
@@ -50,7 +60,7 @@ def test_publication_with_a_step_in_flight(
     for _ in range(3):
         reset(api, dense_paths)
         ids = prompt(200)
-        call = decoding(api, ids, 600)
+        call = decoding(api, ids)
         api.publish(dense_paths["v1"], "v1", mode)
         answer = call.result()
         check_form(ids, answer)
@@ -81,11 +91,9 @@ def test_an_update_waits_for_the_batch_that_a_pause_left_in_flight(api: Api, den
 def test_publication_inside_a_chunked_prefill(
     api: Api, dense_paths: dict[str, str], dense_reference: Reference
 ) -> None:
-    ids = prompt(7000)
-    call = Background(api.generate, ids, 12)
-    api.until(lambda report: report.kv.chunked == 1, "chunked prefill")
-    assert not api.pause("in_place").kv.is_empty
-    api.publish(dense_paths["v1"], "v1", "in_place")
+    ids, call = paused_in_mid_prefill(api)
+    assert not api.report().kv.is_empty
+    api.load_and_resume(dense_paths["v1"], "v1")
     answer = call.result()
     check_form(ids, answer)
     assert contexts(answer) == [["v0", "v1"]]

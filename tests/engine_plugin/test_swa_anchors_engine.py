@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from checks import TOLERANCE, audit_difference, contexts, plain_difference
-from engine_api import Api, Background, Serve
+from engine_api import Api, Background, Endless, Serve
 from tiny_models import WINDOW, Reference
 
 from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
@@ -204,8 +204,7 @@ def test_no_anchor_outlives_its_weights(anchored: Anchored, paths: dict[str, str
     assert anchored.first_fan_out(head) == 1400
     # A retracted request computes its prompt again, and may then share that: it gets a head of its own.
     crossing = (head if mode == "in_place" else text(1400)) + text(30)
-    call = Background(anchored.api.generate, crossing, 250)
-    anchored.api.until(lambda report: report.kv.running > 0, "decoding")
+    call = Endless(anchored.api, crossing).started()
     anchored.api.publish(paths["v1"], "v1", mode)
     anchored.version = "v1"
     assert anchored.first_fan_out(head) == 1400

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +15,7 @@ from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.transport import NameTransport
 from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
 from slime_backend.slime_hooks.publisher import SlimePublisher
+from tests.waiting import wait_until
 
 from ..fake_fleet import FAST
 from .fake_router import FakeRouter
@@ -203,10 +203,7 @@ def test_in_place_keeps_the_requests_in_flight(tmp_path):
         thread = threading.Thread(target=lambda: answers.append(asyncio.run(ask())))
         thread.start()
         rank = engines[0].fake.ranks[0]
-        until = time.monotonic() + 30
-        while not (rank.requests and rank.requests[0].sampled):
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        wait_until(lambda: rank.requests and rank.requests[0].sampled, "it decodes")
         publish(publisher, engines, "2")
         thread.join()
         meta = answers[0]["meta_info"]
