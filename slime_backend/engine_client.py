@@ -212,14 +212,13 @@ class EngineClient:
         """End one request, known by the `rid` that it was sent with."""
         await self.call("POST", "/abort_request", body={"rid": rid})
 
-    async def load_from_disk(self, path: str) -> None:
-        """Load the Hugging Face checkpoint in `path`, visible to the engine; no flush, no label."""
-        await self.call(
-            "POST",
-            "/update_weights_from_disk",
-            body={"model_path": path, "flush_cache": False, "abort_all_requests": False},
-            deadline=self.deadlines.load,
-        )
+    async def load_from_disk(self, path: str, load_format: str | None = None) -> None:
+        """Load the Hugging Face checkpoint in `path`, visible to the engine; no flush, no label. `load_format`: where it
+        isn't the one that the engine was started with."""
+        body: dict[str, Any] = {"model_path": path, "flush_cache": False, "abort_all_requests": False}
+        if load_format is not None:
+            body["load_format"] = load_format
+        await self.call("POST", "/update_weights_from_disk", body=body, deadline=self.deadlines.load)
 
     @asynccontextmanager
     async def weight_session(self) -> AsyncIterator[None]:

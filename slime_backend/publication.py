@@ -28,7 +28,7 @@ from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_running, why_not_swept
 from slime_backend.fleet import Fleet, Member
 from slime_backend.policy import Policy
-from slime_backend.transports import Transport, TransportError
+from slime_backend.transports import Transport, TransportError, refused_by
 from slime_backend.wire import SchedulerReport
 
 T = TypeVar("T")
@@ -207,12 +207,14 @@ async def publish(fleet: Fleet, transport: Transport, version: str) -> Publicati
     names the retired ones. Raises PublicationError when none is.
     """
     async with fleet.publishing:
+        fleet.check_new(version)
         report = PublicationReport(version, fleet.version, str(fleet.policy), transport.name, started_at=time.time())
         started = time.perf_counter()
         await transport.prepare(version, [m.client for m in fleet.updatable()])
         report.prepare_ms = _ms(started)
         targets = [_Target(m, EngineOutcome(m.name)) for m in fleet.updatable()]
         report.engines = [t.outcome for t in targets]
+        targets, refused = _without_refused(targets, transport)
         looked = await _on_all(targets, "look", _look)
         started = time.perf_counter()
         confirmed: list[_Target] = []
@@ -228,11 +230,34 @@ async def publish(fleet: Fleet, transport: Transport, version: str) -> Publicati
             resumed, cancelled = await _to_its_end(_resume_all(fleet, targets, confirmed, version, started))
             report.wall_ms = _ms(started)
             _settle(fleet, targets, resumed, report, why_not)
+            _retire_refused(fleet, refused, transport, report)
             if cancelled:
                 raise asyncio.CancelledError
         if report.state == "failed":
             raise PublicationError(report)
         return report
+
+
+def _without_refused(targets: Sequence[_Target], transport: Transport) -> tuple[list[_Target], list[_Target]]:
+    """The engines that the transport can serve, and the others: what is sure to fail at the load costs no pause."""
+    kept: list[_Target] = []
+    refused: list[_Target] = []
+    for target in targets:
+        found = refused_by(transport, target.client)
+        if found is None:
+            kept.append(target)
+            continue
+        target.outcome.failed_step, target.outcome.reason = "prepare", found.why
+        refused.append(target)
+    return kept, refused
+
+
+def _retire_refused(fleet: Fleet, refused: Sequence[_Target], transport: Transport, report: PublicationReport) -> None:
+    """Where others go on, an engine that can't follow is left behind; one that may be stuck can't answer in any case."""
+    for target in refused:
+        found = refused_by(transport, target.client)
+        if report.state == "resumed" or (found is not None and found.unknown):
+            fleet.retire(target.member, _blame(target.outcome, report, ""))
 
 
 @contextmanager

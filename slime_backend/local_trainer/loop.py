@@ -212,7 +212,7 @@ class _Run:
             from slime_backend.transports.distributed import DistributedTransport
 
             return DistributedTransport(self.trainer.source)
-        return DiskTransport(self.trainer.source, self.run_dir / "weights")
+        return DiskTransport(self.trainer.source, self.run_dir / "weights", saved=True)
 
     async def steps(self, first: int) -> None:
         self.worker.start()
