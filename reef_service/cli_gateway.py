@@ -56,7 +56,7 @@ def export(run_dir: Path, store_url: str | None) -> str:
 async def _serve(settings: RunConfig, config: GatewayConfig, as_json: bool) -> None:
     clients: list[EngineClient] = []
     try:
-        fleet = await join_engines(settings.policy, config.engines, clients)
+        fleet = await join_engines(settings.policy, config.engines, clients, keys=settings.engine_keys)
         model = await _tokenizer_directory(settings, clients[0])
         await _run(settings, config, fleet, model, as_json)
     finally:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from slime_backend.doctor import Diagnosis, diagnose
 from slime_backend.engine_client import EngineClient
+from slime_backend.engine_keys import EngineKeys
 from slime_backend.fleet import Fleet, VersionTaken, admit
 from slime_backend.policy import Policy
 from slime_backend.publication import PublicationReport
@@ -28,6 +29,7 @@ async def publish_checkpoint(
     *,
     compare: bool = True,
     finite: bool = True,
+    keys: EngineKeys | None = None,
 ) -> PublicationReport:
     """Admit the engines, whatever version each is at, and publish to all of them.
 
@@ -35,7 +37,7 @@ async def publish_checkpoint(
     `compare`, `finite`: as CheckpointTransport's. Raises VersionTaken, CheckpointUnfit before anything is paused.
     """
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(EngineClient(url)) for url in dict.fromkeys(urls)]
+        clients = [await stack.enter_async_context(EngineClient(url, keys=keys)) for url in dict.fromkeys(urls)]
         labels = await asyncio.gather(*(client.weight_version() for client in clients))
         for client, label in zip(clients, labels, strict=True):
             if label == version:
@@ -50,10 +52,10 @@ async def publish_checkpoint(
         return await run_publication(fleet, transport, version)
 
 
-async def examine(urls: Sequence[str], allow: frozenset[str]) -> list[Diagnosis]:
+async def examine(urls: Sequence[str], allow: frozenset[str], keys: EngineKeys | None = None) -> list[Diagnosis]:
     """Diagnose all engines at once."""
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(EngineClient(url)) for url in dict.fromkeys(urls)]
+        clients = [await stack.enter_async_context(EngineClient(url, keys=keys)) for url in dict.fromkeys(urls)]
         return list(await asyncio.gather(*(diagnose(client, allow) for client in clients)))
 
 

@@ -253,7 +253,7 @@ def _without_refused(targets: Sequence[_Target], transport: Transport) -> tuple[
 
 
 def _retire_refused(fleet: Fleet, refused: Sequence[_Target], transport: Transport, report: PublicationReport) -> None:
-    """Where others go on, an engine that can't follow is left behind; one that may be stuck can't answer in any case."""
+    """Where others go on, an engine that can't follow is left behind; one that may be stuck answers nobody anyway."""
     for target in refused:
         found = refused_by(transport, target.client)
         if report.state == "resumed" or (found is not None and found.unknown):

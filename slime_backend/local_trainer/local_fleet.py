@@ -52,6 +52,7 @@ async def running_fleet(
     Raises EngineStartError, EngineUnfit or PortOccupiedError, after every started engine was stopped.
     """
     engines = make_engines(config, model, version, log_dir)
+    keys = config.engine_keys
     for engine in engines:
         engine.check()
     clients: list[EngineClient] = []
@@ -62,7 +63,7 @@ async def running_fleet(
         await asyncio.gather(*(asyncio.to_thread(e.wait_ready, config.engine_ready_s) for e in engines))
         fleet = Fleet(config.policy, version)
         for engine in engines:
-            client = EngineClient(engine.url, name=engine.name)
+            client = EngineClient(engine.url, name=engine.name, keys=keys)
             clients.append(client)
             await admit(fleet, client)
         yield fleet

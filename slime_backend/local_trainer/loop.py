@@ -109,7 +109,7 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
         mode=config.wandb,
         project=config.wandb_project,
         name=config.name,
-        settings=config.model_dump(),
+        settings=config.to_record(),
         artifacts=config.wandb_artifacts,
     )
     trainer = make_trainer(config, grpo, run_dir / "weights" / version if state else base, base, run_dir, state)

@@ -46,11 +46,29 @@ EXPONENTS: Mapping[str, tuple[str, int]] = {
 # Keys of config.json that decide what an engine computes. It reads them at its start only, so another value in a
 # checkpoint that is loaded later has no effect there, and the weights were made for it.
 ARCHITECTURE = (
-    "model_type architectures hidden_size intermediate_size moe_intermediate_size num_hidden_layers "
-    "num_attention_heads num_key_value_heads head_dim vocab_size tie_word_embeddings hidden_act rms_norm_eps "
-    "rope_theta sliding_window num_experts num_local_experts n_routed_experts num_experts_per_tok "
-    "quantization_config text_config vision_config"
-).split()
+    "model_type",
+    "architectures",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_theta",
+    "sliding_window",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "quantization_config",
+    "text_config",
+    "vision_config",
+)
 # Buffers that some programs save with a model; engines compute them, or leave them alone.
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|position_ids|attn\.masked_bias)$")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
@@ -63,7 +81,7 @@ class CheckpointUnfit(RunError):
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file's header states about one tensor. `dtype` as safetensors writes it; `start`, `end`: bytes in `file`."""
+    """What a file's header states about one tensor: its dtype as safetensors writes it, and its bytes in `file`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -252,8 +270,8 @@ def check_same_model(found: Checkpoint, served: Checkpoint) -> None:
     extra = [n for n in sorted(found.tensors.keys() - served.tensors.keys()) if not optional(n)]
     if missing and extra:
         raise CheckpointUnfit(
-            f"{found.of(extra[0])} is no tensor of {served.where}, which the engine serves, and {missing[0]} is missing "
-            f"({len(extra)} unknown, {len(missing)} missing): is it another model, or saved from a wrapped module?"
+            f"{found.of(extra[0])} is no tensor of {served.where}, which the engine serves, and {missing[0]} is "
+            f"missing ({len(extra)} unknown, {len(missing)} missing): is it another model, or a wrapped module's?"
         )
     if missing:
         raise CheckpointUnfit(
@@ -271,8 +289,8 @@ def check_same_model(found: Checkpoint, served: Checkpoint) -> None:
             continue
         if header.shape != other.shape:
             raise CheckpointUnfit(
-                f"{found.of(name)} has shape {list(header.shape)}, and {list(other.shape)} in {served.where}, which the "
-                "engine serves: is it another model?"
+                f"{found.of(name)} has shape {list(header.shape)}, and {list(other.shape)} in {served.where}, which "
+                "the engine serves: is it another model?"
             )
         if header.dtype != other.dtype and not {header.dtype, other.dtype} <= FLOATS:
             raise CheckpointUnfit(
