@@ -56,50 +56,64 @@ def test_a_bad_checkpoint_pauses_nobody(name, tiny_model, checkpoint, run_async)
     run_async(scenario())
 
 
-def test_a_good_checkpoint_is_published(tiny_model, checkpoint, run_async):
-    """Also in another precision, with a tied copy, a buffer, a draft model's layer and an adapter next to an index."""
-    rewritten(checkpoint, lambda t: t.update({n: v.bfloat16() for n, v in t.items()}))
-    layers = json.loads((tiny_model / "config.json").read_text())["num_hidden_layers"]
+def with_config(directory, **changes):
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
-    def add(tensors):
-        embeddings = tensors["model.embed_tokens.weight"]
-        tensors["lm_head.weight"] = embeddings.clone()
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
-        tensors[f"model.layers.{layers}.eh_proj.weight"] = torch.zeros(4)
 
-    tied = json.loads((checkpoint / "config.json").read_text())["tie_word_embeddings"]
-    if tied:
-        rewritten(checkpoint, add)
-    names = dict.fromkeys(load_file(checkpoint / "model.safetensors"), "model.safetensors")
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    save_file({"lora_a": torch.zeros(2)}, checkpoint / "adapter_model.safetensors")
-
+def published(run_async, served, checkpoint, **settings):
     async def scenario():
         async with fake_fleet(2) as (fleet, engines):
             for engine in engines:
-                engine.info["model_path"] = str(tiny_model)
-            report = await publish(fleet, CheckpointTransport(checkpoint, finite=True), "v1")
-            assert (report.state, report.unconfirmed) == ("resumed", {})
+                engine.info["model_path"] = str(served)
+            try:
+                return await publish(fleet, CheckpointTransport(checkpoint, **settings), "v1")
+            except CheckpointUnfit:
+                assert untouched(engines)
+                raise
 
-    run_async(scenario())
-    assert tied  # the tiny model's config: else the tied copy would be one too many
+    return run_async(scenario())
 
 
-def test_an_untied_model_needs_its_head(tiny_model, tmp_path, run_async):
-    served, new = (shutil.copytree(tiny_model, tmp_path / name) for name in ("served", "new"))
-    for directory in (served, new):
-        config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    rewritten(served, lambda t: t.update({"lm_head.weight": torch.zeros_like(t["model.embed_tokens.weight"])}))
+def test_a_good_checkpoint_is_published(tiny_model, checkpoint, run_async):
+    """Also in another precision, with a buffer, a draft model's layer and an adapter next to an index."""
+    layers = json.loads((tiny_model / "config.json").read_text())["num_hidden_layers"]
 
-    async def scenario():
-        async with fake_fleet(1) as (fleet, engines):
-            engines[0].info["model_path"] = str(served)
-            with pytest.raises(CheckpointUnfit, match="lm_head.weight is missing"):
-                await publish(fleet, CheckpointTransport(new), "v1")
-            assert untouched(engines)
+    def change(tensors):
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+        tensors[f"model.layers.{layers}.eh_proj.weight"] = torch.zeros(4)
 
-    run_async(scenario())
+    rewritten(checkpoint, change)
+    names = dict.fromkeys(load_file(checkpoint / "model.safetensors"), "model.safetensors")
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    save_file({"lora_a": torch.zeros(2)}, checkpoint / "adapter_model.safetensors")
+    report = published(run_async, tiny_model, checkpoint, finite=True)
+    assert (report.state, report.unconfirmed) == ("resumed", {})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("lacking", ["served", "new"])
+def test_only_a_tied_head_may_be_on_one_side(tied, lacking, tiny_model, tmp_path, run_async):
+    paths = {name: shutil.copytree(tiny_model, tmp_path / name) for name in ("served", "new")}
+    for directory in paths.values():
+        with_config(directory, tie_word_embeddings=tied)
+    rewritten(paths[lacking], lambda t: t.pop("lm_head.weight"))
+    if tied:
+        assert published(run_async, paths["served"], paths["new"]).state == "resumed"
+    else:
+        with pytest.raises(CheckpointUnfit, match="lm_head.weight is"):
+            published(run_async, paths["served"], paths["new"])
+
+
+def test_a_model_that_this_machine_doesnt_see_is_checked_in_itself(checkpoint, run_async):
+    """The control of what is compared: the same missing tensor passes where there is nothing to compare with."""
+    FAULTS["one_missing"][0](checkpoint)
+    for elsewhere in ("/nowhere/model", "relative/model", ""):
+        assert published(run_async, elsewhere, checkpoint).state == "resumed"
+    FAULTS["cut_off"][0](checkpoint)
+    with pytest.raises(CheckpointUnfit, match="cut off"):
+        published(run_async, "/nowhere/model", checkpoint)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
@@ -114,7 +128,7 @@ def test_what_is_not_finite_is_found_by_its_bits(dtype, value, tmp_path):
     save_file({"first": tensor, "w": wrong}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointUnfit, match=r"w has a NaN or an infinity \(element 41 of 64\)"):
         check_finite(read_checkpoint(tmp_path))
-    largest = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny]).to(dtype)
+    largest = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny], dtype=dtype)
     save_file({"w": largest}, tmp_path / "model.safetensors")
     check_finite(read_checkpoint(tmp_path))
 

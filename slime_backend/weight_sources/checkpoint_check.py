@@ -250,7 +250,7 @@ def _check_one_set(directory: Path, files: Sequence[Path]) -> None:
     there = {int(match["number"]) for match in shards.values()}
     for number in range(1, int(count) + 1):
         if number not in there:
-            raise CheckpointUnfit(f"{directory}: shard {number} of {count} of {stem} is missing; copy it again")
+            raise CheckpointUnfit(f"{directory}: shard {number} of {int(count)} of {stem} is missing; copy it again")
 
 
 # ---- against what an engine serves --------------------------------------------------------------------------------
