@@ -57,7 +57,8 @@ class Publisher:
         self._one_at_a_time = asyncio.Lock()
 
     async def publish_checkpoint(self, checkpoint: Path, version: str) -> PublicationReport:
-        """Raises ApiError: 400 for a checkpoint that the engines can't load as it is, 409 for a version that was used, 502 where no engine reached it. Goes on to its end also if the caller is cancelled."""
+        """Raises ApiError: 400 for a checkpoint that the engines can't load as it is, 409 for a version that was used,
+        502 where no engine reached it. Goes on to its end also if the caller is cancelled."""
         return await asyncio.shield(self._publish(CheckpointTransport(checkpoint, finite=True), version, checkpoint))
 
     async def _publish(self, transport: Transport, version: str, checkpoint: Path) -> PublicationReport:

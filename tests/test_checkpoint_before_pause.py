@@ -102,7 +102,7 @@ def test_only_a_tied_head_may_be_on_one_side(tied, lacking, tiny_model, tmp_path
     if tied:
         assert published(run_async, paths["served"], paths["new"]).state == "resumed"
     else:
-        with pytest.raises(CheckpointUnfit, match="lm_head.weight is"):
+        with pytest.raises(CheckpointUnfit, match=r"lm_head.weight is"):
             published(run_async, paths["served"], paths["new"])
 
 
@@ -140,7 +140,7 @@ def test_nan_is_refused_by_the_command(tiny_model, checkpoint, run_async):
         async with fake_fleet(1) as (_, (engine,)):
             engine.info["model_path"] = str(tiny_model)
             policy = decide("disjoint", "retract")
-            with pytest.raises(CheckpointUnfit, match="model.norm.weight has a NaN"):
+            with pytest.raises(CheckpointUnfit, match=r"model.norm.weight has a NaN"):
                 await publish_checkpoint(policy, [engine.url], checkpoint, "v1", frozenset())
             assert untouched([engine])
             report = await publish_checkpoint(policy, [engine.url], checkpoint, "v1", frozenset(), finite=False)
@@ -154,7 +154,7 @@ def test_the_gateway_answers_400_and_its_gate_stays_open(name, tiny_model, check
     FAULTS[name][0](checkpoint)
 
     async def scenario():
-        async with gateway_on(tmp_path, "x") as (client, gateway, engines):
+        async with gateway_on(tmp_path, "x") as (client, _, engines):
             for engine in engines:
                 engine.info["model_path"] = str(tiny_model)
             body = {"version": "v1", "checkpoint": str(checkpoint)}
@@ -183,7 +183,7 @@ def test_a_source_in_memory_is_compared_as_well(kind, tiny_model, models, tmp_pa
         async with fake_fleet(2) as (fleet, engines):
             for engine in engines:
                 engine.info["model_path"] = str(tiny_model)
-            with pytest.raises(CheckpointUnfit, match="model.extra.weight is no tensor of"):
+            with pytest.raises(CheckpointUnfit, match=r"model.extra.weight is no tensor of"):
                 await publish(fleet, transport, "v1")
             assert untouched(engines)
             assert not any("/init_weights_update_group" in engine.calls for engine in engines)

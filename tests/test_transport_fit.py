@@ -146,7 +146,7 @@ def test_a_loopback_host_is_refused_before_the_engine_is_asked(monkeypatch, run_
     async def scenario():
         async with fake_fleet(2) as (fleet, engines):
             transport = DistributedTransport(Source(), host="localhost")
-            with pytest.raises(PublicationError, match="didn't join the weight-update group: .*localhost"):
+            with pytest.raises(PublicationError, match=r"didn't join the weight-update group: .*localhost"):
                 await publish(fleet, transport, "v1")
             assert all(not TOUCHED & set(engine.calls) for engine in engines)
             assert len(fleet.routable()) == 2
@@ -179,7 +179,7 @@ def test_a_refused_join_costs_nobody_a_pause(run_async):
                 return Reply({"success": False, "message": "no such backend"}, 400)
 
             engine.on_init_weights_update_group = refuse
-            with pytest.raises(PublicationError, match="didn't join the weight-update group: .*no such backend"):
+            with pytest.raises(PublicationError, match=r"didn't join the weight-update group: .*no such backend"):
                 await publish(fleet, DistributedTransport(Source()), "v1")
             assert "/pause_generation" not in engine.calls
             assert len(fleet.routable()) == 1
