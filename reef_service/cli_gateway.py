@@ -57,7 +57,12 @@ async def _serve(settings: RunConfig, config: GatewayConfig, as_json: bool) -> N
     clients: list[EngineClient] = []
     try:
         fleet = await join_engines(
-            settings.policy, config.engines, clients, deadlines=settings.deadlines, wait_s=settings.engine_wait_s
+            settings.policy,
+            config.engines,
+            clients,
+            keys=settings.engine_keys,
+            deadlines=settings.deadlines,
+            wait_s=settings.engine_wait_s,
         )
         model = await _tokenizer_directory(settings, clients[0])
         await _run(settings, config, fleet, model, as_json)

@@ -26,6 +26,7 @@ from reef_service.store import Store
 from reef_service.text.tokenizer import ModelTokenizer
 from reef_service.watch import Watch
 from slime_backend.engine_client import Deadlines, EngineClient
+from slime_backend.engine_keys import EngineKeys
 from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import Policy
 
@@ -113,6 +114,7 @@ async def join_engines(
     urls: list[str],
     clients: list[EngineClient],
     *,
+    keys: EngineKeys | None = None,
     deadlines: Deadlines | None = None,
     wait_s: float = 60.0,
 ) -> Fleet:
@@ -120,7 +122,7 @@ async def join_engines(
     next publication. `clients` is filled, for the caller to close. Raises FleetError, EngineError."""
     if not urls:
         raise FleetError("gateway.engines is empty; name the engines' base URLs, or use `reef-slime up`")
-    clients += [EngineClient(url, name=f"engine{i}", deadlines=deadlines) for i, url in enumerate(urls)]
+    clients += [EngineClient(url, name=f"engine{i}", keys=keys, deadlines=deadlines) for i, url in enumerate(urls)]
     labels = await asyncio.gather(*(client.weight_version() for client in clients))
     version = max(labels, key=labels.count) or "v0"
     fleet = Fleet(policy, version, wait_s=wait_s)

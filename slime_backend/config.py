@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from slime_backend.engine_client import Deadlines
+from slime_backend.engine_keys import EngineKeys, KeyMissing, keys_in_flags, read_keys, without_keys
 from slime_backend.engine_plugin import check_names
 from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.policy import AskedSharing, Layout, Policy, PolicyError, decide
@@ -52,6 +53,8 @@ class RunConfig(BaseModel):
     skip_tokenizer: bool = True
     hooks: list[str] = Field(default_factory=lambda: list(RUN_HOOKS))
     engine_flags: list[str] = Field(default_factory=list, description="further flags of sglang.launch_server")
+    engine_api_key_env: str = Field("", description="the environment variable with the engines' --api-key")
+    engine_admin_api_key_env: str = Field("", description="the same for --admin-api-key")
     engine_ready_s: float = Field(300, gt=0)
     engine_wait_s: float = Field(60, gt=0, description="how long a request waits while no engine can take it")
     deadline_pause_s: float = Field(15, gt=0, description="of one engine's pause; also of the proof that it took it")
@@ -136,6 +139,19 @@ class RunConfig(BaseModel):
             control=self.deadline_control_s,
             generate=self.deadline_generate_s,
         )
+
+    @property
+    def engine_keys(self) -> EngineKeys:
+        """Of the engines, wherever they were started. Raises ConfigError for a variable that isn't set."""
+        try:
+            read = read_keys(self.engine_api_key_env, self.engine_admin_api_key_env)
+        except KeyMissing as error:
+            raise ConfigError(str(error)) from error
+        return keys_in_flags(self.engine_flags, read)
+
+    def to_record(self) -> dict[str, Any]:
+        """What may be written down: without keys of engines."""
+        return {**self.model_dump(), "engine_flags": without_keys(self.engine_flags)}
 
     @property
     def engine_hooks(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from slime_backend.engine_keys import EngineKeys
 from slime_backend.http_channel import HttpChannel, Stream
 from slime_backend.policy import PauseMode
 from slime_backend.wire import REPORT_KEY, REPORTS_PATH, SchedulerReport, WireError
@@ -100,11 +101,20 @@ class EngineClient:
     await client.close()
     """
 
-    def __init__(self, url: str, *, name: str | None = None, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str | None = None,
+        deadlines: Deadlines | None = None,
+        keys: EngineKeys | None = None,
+    ) -> None:
+        """`keys`: what an engine with --api-key or --admin-api-key wants with each call."""
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.deadlines = deadlines or Deadlines()
-        self._channel = HttpChannel(self.url)
+        self._keys = keys or EngineKeys()
+        self._channel = HttpChannel(self.url, self._keys.header)
         self._serves_reports = True  # until it says that it has no such route
         self.instances: frozenset[str] = frozenset()  # the scheduler processes that reported last
         self.silent_since: float | None = None  # liveness.py: schedulers didn't answer since; time.monotonic()
@@ -143,6 +153,7 @@ class EngineClient:
             raise EngineTimeout(self.name, what, f"no answer within {seconds:g} s") from error
         except ConnectionError as error:
             raise EngineUnreachable(self.name, what, str(error)) from error
+        raw = self._keys.explained(status, path, raw)
         if status >= 400:
             raise _refused(self.name, what, status, raw, retry_after)
         if path not in SERVER_PATHS:
@@ -264,14 +275,13 @@ class EngineClient:
         """End one request, known by the `rid` that it was sent with."""
         await self.call("POST", "/abort_request", body={"rid": rid})
 
-    async def load_from_disk(self, path: str) -> None:
-        """Load the Hugging Face checkpoint in `path`, visible to the engine; no flush, no label."""
-        await self.call(
-            "POST",
-            "/update_weights_from_disk",
-            body={"model_path": path, "flush_cache": False, "abort_all_requests": False},
-            deadline=self.deadlines.load,
-        )
+    async def load_from_disk(self, path: str, load_format: str | None = None) -> None:
+        """Load the Hugging Face checkpoint in `path`, visible to the engine; no flush, no label. `load_format`: where
+        it isn't the one that the engine was started with."""
+        body: dict[str, Any] = {"model_path": path, "flush_cache": False, "abort_all_requests": False}
+        if load_format is not None:
+            body["load_format"] = load_format
+        await self.call("POST", "/update_weights_from_disk", body=body, deadline=self.deadlines.load)
 
     @asynccontextmanager
     async def weight_session(self) -> AsyncIterator[None]:
@@ -354,9 +364,8 @@ class EngineClient:
         try:
             async with self._channel.stream("/generate", content, self.deadlines.generate) as stream:
                 if stream.status >= 400:
-                    text = b"\n".join([line async for lines in stream.lines() for line in lines]).decode(
-                        "utf-8", "replace"
-                    )
+                    answered = b"\n".join([line async for lines in stream.lines() for line in lines])
+                    text = self._keys.explained(stream.status, "/generate", answered)
                     raise _refused(self.name, what, stream.status, text, stream.retry_after)
                 yield AnswerStream(self.name, stream)
         except TimeoutError as error:

@@ -33,8 +33,15 @@ _AGAIN = " (not admitted again: "
 READMIT_S = 5.0  # for each retired engine, all at once: a publication waits for it
 
 
+MOST_NAMES = 10_000  # of earlier versions that are remembered; a run counts upwards
+
+
 class FleetError(RuntimeError):
     """The fleet can't do what was asked; the message names the engine and the way out."""
+
+
+class VersionTaken(FleetError):
+    """A name that stands for other weights already."""
 
 
 class EngineUnfit(FleetError):
@@ -82,6 +89,19 @@ class Fleet:
     next_version: str | None = None  # the one that is being published
     _begun: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_VERSIONS))  # versions of the last publications
     _begun_count: int = 0
+    _used: dict[str, None] = field(default_factory=dict)  # names of the versions before, the last MOST_NAMES of them
+
+    def check_new(self, version: str) -> None:
+        """Raise VersionTaken unless `version` is a new name: a token's record names its weights by it, so that other
+        weights under the same name could never be told from them."""
+        if not version.strip():
+            raise VersionTaken("a version needs a name")
+        if version == self.version or version in self._used:
+            state = "in force" if version == self.version else "an earlier one"
+            raise VersionTaken(
+                f"version {version!r} is taken: it is {state}, and a name stands for one set of weights; publish under "
+                "a name that wasn't used"
+            )
 
     def add(self, member: Member) -> None:
         known = self.members.get(member.name)
@@ -140,6 +160,10 @@ class Fleet:
 
     def move_to(self, version: str, confirmed: list[Member]) -> None:
         """After a publication: the fleet is at `version`; a member that isn't confirmed at it must not be routed."""
+        self._used.pop(self.version, None)
+        self._used[self.version] = None
+        while len(self._used) > MOST_NAMES:
+            del self._used[next(iter(self._used))]
         self.version = version
         for member in confirmed:
             self.confirm(member, version)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -203,8 +203,10 @@ class _Chunks:
 class HttpChannel:
     """Any number of requests at once to the server at `url`; each has a connection to itself while it lasts."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, header: Callable[[str], str] = lambda path: "") -> None:
+        """`header`: a further header line for a path, with its end."""
         self.url = url
+        self._header = header
         parts = urlsplit(url)
         self._host, self._netloc, self._prefix = parts.hostname or "", parts.netloc, parts.path.rstrip("/")
         self._secure = parts.scheme == "https"
@@ -291,6 +293,7 @@ class HttpChannel:
 
     def _head(self, method: str, path: str, body: bytes | None) -> bytes:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept: */*\r\n"
+        head += self._header(path)
         if method == "POST":
             head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n"
         return head.encode() + b"\r\n"

@@ -35,7 +35,7 @@ from slime_backend.evidence import (
 )
 from slime_backend.fleet import Fleet, FleetError, Member, instances_of, readmit_retired, recognise
 from slime_backend.policy import Policy
-from slime_backend.transports import Transport, TransportError
+from slime_backend.transports import Transport, TransportError, refused_by
 from slime_backend.wire import Loads, SchedulerReport
 
 T = TypeVar("T")
@@ -257,6 +257,7 @@ async def publish(fleet: Fleet, transport: Transport, version: str, *, readmit: 
     names the retired ones. Raises PublicationError when none is. `readmit=False`: the caller has just offered it.
     """
     async with fleet.publishing, AsyncExitStack() as held:
+        fleet.check_new(version)
         if readmit:
             await readmit_retired(fleet)
         # One list for prepare and for the transaction: who is admitted while the transport prepares has no part in what
@@ -272,6 +273,7 @@ async def publish(fleet: Fleet, transport: Transport, version: str, *, readmit: 
         held.enter_context(_held(fleet, members, version))
         targets = [_Target(m, EngineOutcome(m.name)) for m in members]
         report.engines = [t.outcome for t in targets]
+        targets, refused = _without_refused(targets, transport)
         looked = await _on_all(targets, "look", _look(fleet))
         started = time.perf_counter()
         confirmed: list[_Target] = []
@@ -287,6 +289,7 @@ async def publish(fleet: Fleet, transport: Transport, version: str, *, readmit: 
             resumed, cancelled = await _to_its_end(_resume_all(fleet, targets, confirmed, version, started))
             report.wall_ms = _ms(started)
             _settle(fleet, targets, resumed, report, why_not)
+            _retire_refused(fleet, refused, transport, report)
             if cancelled:
                 raise asyncio.CancelledError
         if report.state == "failed":
@@ -313,6 +316,28 @@ def _held(fleet: Fleet, members: Sequence[Member], version: str) -> Iterator[Non
         for member in members:
             member.held = False
         fleet.end()
+
+
+def _without_refused(targets: Sequence[_Target], transport: Transport) -> tuple[list[_Target], list[_Target]]:
+    """The engines that the transport can serve, and the others: what is sure to fail at the load costs no pause."""
+    kept: list[_Target] = []
+    refused: list[_Target] = []
+    for target in targets:
+        found = refused_by(transport, target.client)
+        if found is None:
+            kept.append(target)
+            continue
+        target.outcome.failed_step, target.outcome.reason = "prepare", found.why
+        refused.append(target)
+    return kept, refused
+
+
+def _retire_refused(fleet: Fleet, refused: Sequence[_Target], transport: Transport, report: PublicationReport) -> None:
+    """Where others go on, an engine that can't follow is left behind; one that may be stuck answers nobody anyway."""
+    for target in refused:
+        found = refused_by(transport, target.client)
+        if report.state == "resumed" or (found is not None and found.unknown):
+            fleet.retire(target.member, _blame(target.outcome, report, ""))
 
 
 @contextmanager

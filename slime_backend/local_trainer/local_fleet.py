@@ -61,6 +61,7 @@ async def started_fleet(
     engines: Sequence[LocalEngine], config: RunConfig, version: str, say: Callable[[str], None]
 ) -> AsyncIterator[Fleet]:
     """`running_fleet` of these engines."""
+    keys = config.engine_keys
     for engine in engines:
         engine.check()
     clients: list[EngineClient] = []
@@ -71,7 +72,7 @@ async def started_fleet(
         await asyncio.gather(*(asyncio.to_thread(e.wait_ready, config.engine_ready_s) for e in engines))
         fleet = Fleet(config.policy, version, wait_s=config.engine_wait_s)
         for engine in engines:
-            client = EngineClient(engine.url, name=engine.name, deadlines=config.deadlines)
+            client = EngineClient(engine.url, name=engine.name, keys=keys, deadlines=config.deadlines)
             clients.append(client)
             await admit(fleet, client)
         yield fleet

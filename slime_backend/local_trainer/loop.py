@@ -109,7 +109,7 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
         mode=config.wandb,
         project=config.wandb_project,
         name=config.name,
-        settings=config.model_dump(),
+        settings=config.to_record(),
         artifacts=config.wandb_artifacts,
     )
     trainer = make_trainer(config, grpo, run_dir / "weights" / version if state else base, base, run_dir, state)
@@ -212,7 +212,7 @@ class _Run:
             from slime_backend.transports.distributed import DistributedTransport
 
             return DistributedTransport(self.trainer.source)
-        return DiskTransport(self.trainer.source, self.run_dir / "weights")
+        return DiskTransport(self.trainer.source, self.run_dir / "weights", saved=True)
 
     async def steps(self, first: int) -> None:
         self.worker.start()

@@ -88,6 +88,7 @@ class FakeEngine:
         `health_s`: how long /health waits for a scheduler's answer."""
         self.label = version
         self.loaded = version  # the weights that really are in memory
+        self.info: dict[str, Any] = {}  # further fields of /server_info
         self.latency_s = latency_s
         self.radix_cache = radix_cache
         self.hooks = dict.fromkeys(hooks, ACTIVE)
@@ -212,7 +213,7 @@ class FakeEngine:
 
     async def on_server_info(self, body: dict[str, Any]) -> Reply:
         states = [{REPORT_KEY: rank.report(self.hooks)} for rank in self.ranks]
-        return Reply({"disable_radix_cache": not self.radix_cache, "internal_states": states})
+        return Reply({"disable_radix_cache": not self.radix_cache, "internal_states": states, **self.info})
 
     async def on_reef_slime_reports(self, body: dict[str, Any]) -> Reply:
         return Reply([rank.report(self.hooks) for rank in self.ranks])

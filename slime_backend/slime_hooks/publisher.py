@@ -13,10 +13,12 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from slime_backend.engine_client import Deadlines, EngineClient, EngineError, EngineProtocolError
+from slime_backend.engine_keys import EngineKeys, read_keys
 from slime_backend.event_loop import LoopThread
 from slime_backend.fleet import Fleet, FleetError, Member, admit
 from slime_backend.local_trainer.metrics import publication_metrics
@@ -67,7 +69,9 @@ class SlimePublisher:
         deadlines: Deadlines,
         allow: Iterable[str] = (),
         discard_retired: bool = False,
+        keys: EngineKeys | None = None,
     ) -> None:
+        self._keys = keys
         self.fleet = Fleet(policy, version, allow=frozenset(allow), withdraw=self._withdraw)
         self.loop = LoopThread()
         self._deadlines = deadlines
@@ -113,7 +117,7 @@ class SlimePublisher:
         return await asyncio.gather(*(self._admit(engine) for engine in engines))
 
     async def _admit(self, engine: Engine) -> Exception | None:
-        client = EngineClient(engine.url, name=name_of(engine.url), deadlines=self._deadlines)
+        client = EngineClient(engine.url, name=name_of(engine.url), deadlines=self._deadlines, keys=self._keys)
         try:
             await admit(self.fleet, client)
         except (FleetError, EngineError) as error:
@@ -224,6 +228,16 @@ def deadlines(args: Any) -> Deadlines:
     return Deadlines(load=args.reef_load_timeout + SAY_MORE_S)
 
 
+def engine_keys(args: Any) -> EngineKeys:
+    """slime hands its `--sglang-` arguments on to the engines that it starts; external ones' keys are in variables."""
+    read = read_keys()
+    return replace(
+        read,
+        api=getattr(args, "sglang_api_key", None) or read.api,
+        admin=getattr(args, "sglang_admin_api_key", None) or read.admin,
+    )
+
+
 def make(args: Any, version: str) -> SlimePublisher:
     """The publisher of a run, from slime's parsed arguments and ours."""
     return SlimePublisher(
@@ -233,4 +247,5 @@ def make(args: Any, version: str) -> SlimePublisher:
         deadlines=deadlines(args),
         allow=args.allow_kv_holder,
         discard_retired=bool(args.use_fault_tolerance) and not args.rollout_external,
+        keys=engine_keys(args),
     )
