@@ -68,7 +68,8 @@ def read_keys(
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise KeyMissing(f"the environment variable {named or usual} holds no key: use printable ASCII, no spaces")
         found.append(key)
-    return EngineKeys(*found, api_variable or API_VARIABLE, admin_variable or ADMIN_VARIABLE)
+    api, admin = found
+    return EngineKeys(api, admin, api_variable or API_VARIABLE, admin_variable or ADMIN_VARIABLE)
 
 
 def keys_in_flags(flags: Sequence[str], others: EngineKeys) -> EngineKeys:

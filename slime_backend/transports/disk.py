@@ -12,7 +12,7 @@ import asyncio
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slime_backend.engine_client import EngineClient
@@ -159,9 +159,9 @@ class DiskTransport(_FromDisk):
         await self._load(client, self.root / version)
 
 
-async def _awaited(function: object, *args: object) -> None:
+async def _awaited(function: Callable[..., object], *args: object) -> None:
     """Run `function` on a thread and wait for its end even if this task is cancelled: a thread can't be stopped."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args))  # type: ignore[arg-type]
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
     cancelled = False
     while not work.done():
         try:
