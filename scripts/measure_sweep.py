@@ -17,7 +17,7 @@ from tree_only import Cache
 from slime_backend.engine_plugin import scope
 
 TOKENS = 100  # of an entry
-ROUNDS = 5
+ROUNDS = 2
 
 
 def filled(slots: int, entries: int) -> Cache:
@@ -43,7 +43,8 @@ def main() -> None:
             sweep(cache.tree)
             taken.append((time.perf_counter() - started) * 1000)
             assert cache.slots.full_available_size() == slots
-        print(f"{slots} slots, {entries} entries of {TOKENS} tokens, {name}: {statistics.median(taken):.0f} ms")
+        median = statistics.median(taken)
+        print(f"{slots} slots, {entries} entries of {TOKENS} tokens, {name}: {median:.0f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -142,8 +142,8 @@ REFUSED: tuple[KvHolder, ...] = (
     KvHolder(
         "linear_attention_flashinfer",
         lambda info: "flashinfer" in {info.get(f"linear_attn_{part}") for part in LINEAR_ATTENTION},
-        "FlashInfer's kernels for linear attention keep copies of a layer's parameters, found by the tensor's "
-        "identity, so an update in place isn't seen",
+        "FlashInfer's kernels for linear attention keep copies of parameters, found by the identity of the tensor, "
+        "so an update in place isn't seen",
         "start with --linear-attn-backend triton",
     ),
     KvHolder(

@@ -88,13 +88,14 @@ def test_the_verdict_on_a_load_needs_every_proof(sharing: str) -> None:
     at_pause = [report(forward_passes=7, device_waits=2, epoch=2)]
     good = report(forward_passes=7, device_waits=4, epoch=4)
     assert why_not_loaded(at_pause, [good], policy) == []
-    for change, words in (
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"forward_passes": 8}, "launched 1 forward passes while paused (7 at the pause, 8 after the load)"),
         ({"device_waits": 3}, "waited for its device before 1 of them"),
         ({"device_waits_failed": 1}, "(1 failed)"),
         ({"image_features": 1}, "image_features=1"),
         ({"image_features": -1}, "image_features=-1"),  # a cache that wasn't found
-    ):
+    )
+    for change, words in changes:
         (reason,) = why_not_loaded(at_pause, [replace(good, kv=replace(good.kv, **change))], policy)
         assert words in reason
     (reason,) = why_not_loaded(at_pause, [replace(good, instance_id="two")], policy)

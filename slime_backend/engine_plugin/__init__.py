@@ -7,7 +7,8 @@ the one to refuse.
 
     hook           file               changes
     cpu_attention  cpu_attention.py   attention on a CPU: right for sliding windows, fast for prefix hits and batches
-    kv_evidence    kv_evidence.py     /server_info: what each scheduler counted itself
+    kv_evidence    kv_evidence.py     /server_info: what each scheduler counted itself; when weights change it waits for
+                                      the device (device_fence.py) and drops image features (image_features.py)
     kv_spans       kv_spans.py        meta_info: which weights sampled each token, and which computed its context
     scope          scope.py           radix-cache keys: the weight epoch; sweeps older entries at a publication
     swa_anchors    swa_anchors.py     radix cache: keeps a sliding window where prompts may diverge

@@ -11,7 +11,8 @@ configuration twice, which takes 40 ms on one core, and between pause and verifi
 
 Listens around Scheduler.flush_cache (:5518), pause_generation (:5817) and continue_generation (:5934), and adds to
 get_internal_state (:5549) and, behind TokenizerManager.__init__, the route. The pause mode `abort` never reaches the
-scheduler (tokenizer_manager.py:2272), so `paused` and `pauses` do not count it.
+scheduler (tokenizer_manager.py:2272), so `paused` and `pauses` do not count it. `paused` is SGLang's own flag, which
+some of its loops never read (pipeline parallelism, --enable-pdmux); `forward_passes` shows whether it is kept.
 """
 
 from __future__ import annotations

@@ -11,11 +11,12 @@ import pytest
 from checks import prompt
 from engine_api import Api, Background, Serve
 
+from slime_backend import publication
 from slime_backend.engine_client import EngineClient
 from slime_backend.evidence import why_not_loaded, why_not_paused
 from slime_backend.fleet import EngineUnfit, Fleet, admit
 from slime_backend.policy import decide
-from slime_backend.publication import PublicationError, publish
+from slime_backend.publication import PublicationError, PublicationReport, publish
 from slime_backend.transports.disk import CheckpointTransport
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -65,14 +66,30 @@ def test_two_stages_are_refused_at_admission(stages: Api, run_async: Any) -> Non
         run_async(scenario())
 
 
+def publish_to_stages(api: Api, checkpoint: str, run_async: Any) -> PublicationReport:
+    """One publication under the default policy, on an engine that somebody has allowed."""
+
+    async def scenario() -> PublicationReport:
+        async with EngineClient(api.url) as client:
+            fleet = Fleet(OFF, "v0", allow=ALLOWED)
+            await admit(fleet, client)
+            return await publish(fleet, CheckpointTransport(Path(checkpoint)), "v1")
+
+    report: PublicationReport = run_async(scenario())
+    return report
+
+
 def test_a_publication_to_two_stages_is_not_confirmed(
     generating: Api, dense_paths: dict[str, str], run_async: Any
 ) -> None:
-    async def scenario() -> None:
-        async with EngineClient(generating.url) as client:
-            fleet = Fleet(OFF, "v0", allow=ALLOWED)
-            await admit(fleet, client)
-            await publish(fleet, CheckpointTransport(Path(dense_paths["v1"])), "v1")
-
     with pytest.raises(PublicationError, match="forward passes while paused"):
-        run_async(scenario())
+        publish_to_stages(generating, dense_paths["v1"], run_async)
+
+
+def test_by_the_flag_alone_it_would_be_confirmed(
+    generating: Api, dense_paths: dict[str, str], run_async: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test above."""
+    monkeypatch.setattr(publication, "why_not_loaded", lambda at_pause, after, policy: [])
+    report = publish_to_stages(generating, dense_paths["v1"], run_async)
+    assert (report.state, report.unconfirmed) == ("resumed", {})
