@@ -152,7 +152,7 @@ class Endless(Background):
 
     def __init__(self, api: Api, ids: Sequence[int] | list[list[int]], **options: Any) -> None:
         self.api, self.count = api, len(ids) if isinstance(ids[0], list) else 1
-        self.before = api.report().kv.running
+        self.before = sum(report.kv.running for report in api.reports())
         self.rids = [uuid.uuid4().hex for _ in range(self.count)]
         rid = self.rids if isinstance(ids[0], list) else self.rids[0]
         super().__init__(api.generate, ids, ENDLESS, rid=rid, **options)
