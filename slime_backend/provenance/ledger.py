@@ -6,7 +6,8 @@
         reader.find(Query(receipt="8f2c..."))
 
     append:   line into rollouts.jsonl -> row into the index
-    rotation: rollouts.jsonl -> rollouts/_000004.jsonl (rename)
+    rotation: a new file is opened -> rollouts.jsonl becomes rollouts/_000004.jsonl, the new file rollouts.jsonl
+              (renames); where the disk refuses one of these the segment goes on, and the next append tries again
     beside:   _000004.jsonl -> 000004.parquet (whole or not at all) -> noted in the index -> lines removed
 
 Turning a segment over takes a second, so it is done on a thread, in order, while the next one is appended to: a caller
@@ -24,19 +25,22 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
+from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.errors import ConversionError, LedgerError
 from slime_backend.provenance.jsonl import JsonlWriter
-from slime_backend.provenance.ledger_catch_up import lock_ledger, open_index
+from slime_backend.provenance.ledger_catch_up import open_index
 from slime_backend.provenance.ledger_index import Entry, LedgerIndex
+from slime_backend.provenance.ledger_lock import LedgerLock, describe_holder, lock_ledger
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.segments import ACTIVE, FOLDER, PARTIAL, list_segments, parquet_module, sealed_path
 
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 1024 * 1024  # of lines, before a segment is sealed: some 2,500 rollouts of 1,200 tokens
+NEXT = "_next.jsonl"  # the file that a rotation opens first
 LOCK_S = 30.0  # a reader that rebuilds the index holds the lock too
 
 
@@ -46,9 +50,13 @@ class Ledger:
     def __init__(self, run_dir: Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.run_dir, self.segment_bytes = run_dir, segment_bytes
         self.notes: list[str] = []  # what opening had to mend, one line each
-        self._lock: TextIO | None = lock_ledger(run_dir, LOCK_S)
+        self.damage = Damage()  # what opening found damaged and left out of the index
+        self._rotation_put_off = ""  # why the disk refused the last one
+        self._lock: LedgerLock | None = lock_ledger(run_dir, LOCK_S)
         if self._lock is None:
-            raise LedgerError(f"another process writes rollouts to {run_dir}; wait for it or choose another run")
+            raise LedgerError(
+                f"another process{describe_holder(run_dir)} writes rollouts to {run_dir}; wait for it or choose another run"
+            )
         self._index: LedgerIndex | None = None
         self._index_guard = threading.Lock()  # one connection, used by the caller and by the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
@@ -67,6 +75,7 @@ class Ledger:
         """Store a record. When this returns, no kill of this process can lose it."""
         if self._writer.size >= self.segment_bytes:
             self._rotate()
+        self._row += self._writer.torn  # what a failed append left becomes a line of its own
         offset = self._writer.append(record.to_json())
         entry = Entry(record.receipt, record.session or record.group, record.rollout_class, record.versions)
         self._with_index(lambda index: index.add(self._number, [(self._row, offset, entry)]))
@@ -108,20 +117,47 @@ class Ledger:
 
     def _open_index(self) -> None:
         try:
-            self._index, said = open_index(self.run_dir)
+            self._index, said = open_index(self.run_dir, self.damage)
         except sqlite3.Error as error:  # the index is a convenience, the records are not
             said = [f"rollouts are recorded without an index: {error}"]
         for note in said:
             self._note(note)
 
     def _rotate(self) -> None:
+        """Seal the active segment. Where the disk refuses (no space, no file handle left), it goes on as it is: nothing
+        is renamed before the file after it is open, and a rename without the other is taken back."""
         number = self._number
-        (self.run_dir / ACTIVE).rename(sealed_path(self.run_dir, number, "jsonl"))
-        self._writer.close()
-        self._writer = JsonlWriter(self.run_dir / ACTIVE)
+        active, sealed = self.run_dir / ACTIVE, sealed_path(self.run_dir, number, "jsonl")
+        following: JsonlWriter | None = None
+        try:
+            following = JsonlWriter(self.run_dir / FOLDER / NEXT)
+            active.rename(sealed)
+            try:
+                following.path.rename(active)
+            except OSError:
+                sealed.rename(active)
+                raise
+        except OSError as error:
+            if following is not None:
+                following.close()
+            self._put_off(number, error)
+            return
+        following.path, self._rotation_put_off = active, ""
+        with suppress(OSError):  # its records are in the system's hands
+            self._writer.close()
+        self._writer = following
         self._number, self._row = number + 1, 0
         self._under_way = [future for future in self._under_way if not future.done() or future.exception()]
-        self._under_way.append(self._thread.submit(self._convert, number))
+        try:
+            self._under_way.append(self._thread.submit(self._convert, number))
+        except RuntimeError as error:  # no thread to be had
+            self._note(f"segment {number} stays JSON lines: {error}")
+
+    def _put_off(self, number: int, error: OSError) -> None:
+        why = str(error.strerror or error)
+        if why != self._rotation_put_off:
+            self._note(f"segment {number} can't be sealed now ({why}); it goes on until it can")
+        self._rotation_put_off = why
 
     def _convert(self, number: int) -> None:
         """Turn a sealed segment into Parquet. Where that fails its lines stay, and stay readable."""
@@ -131,19 +167,29 @@ class Ledger:
         except (ConversionError, LedgerError) as error:
             self._note(f"segment {number} stays JSON lines: {error}")
             return
-        size = parquet.stat().st_size
-        self._with_index(lambda index: index.seal(number, size, rows) if index.rows(number) == rows else None)
-        lines.unlink()
+        try:
+            size = parquet.stat().st_size
+            self._with_index(lambda index: index.seal(number, size, rows) if index.rows(number) == rows else None)
+            lines.unlink()
+        except OSError as error:  # the Parquet file is complete and is what is read; the next opening tidies up
+            self._note(f"segment {number}: its lines can't be removed yet: {error}")
 
     def _finish_rotations(self) -> None:
         for path in (self.run_dir / FOLDER).glob(f"*{PARTIAL}"):
             path.unlink()
+        self._finish_renames()
         for segment in list_segments(self.run_dir):
             if segment.kind == "parquet":
                 sealed_path(self.run_dir, segment.number, "jsonl").unlink(missing_ok=True)
             elif segment.sealed:
                 self._note(f"segment {segment.number} was sealed and not yet Parquet; it is turned over now")
                 self._convert(segment.number)
+
+    def _finish_renames(self) -> None:
+        """A rotation that ended between its two renames has left a file that holds nothing yet."""
+        following = self.run_dir / FOLDER / NEXT
+        if following.exists() and not following.stat().st_size:
+            following.unlink()
 
     def _with_index(self, action: Callable[[LedgerIndex], object]) -> None:
         with self._index_guard:

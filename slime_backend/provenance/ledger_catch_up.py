@@ -1,85 +1,70 @@
-"""Makes the ledger's index say what the segments hold, and keeps two processes from doing so at once."""
+"""Makes the ledger's index say what the segments hold. What is damaged there is not indexed, and counted."""
 
 from __future__ import annotations
 
-import fcntl
 import itertools
-import json
 import sqlite3
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
+from slime_backend.provenance.damage import Damage
+from slime_backend.provenance.errors import RecordError
+from slime_backend.provenance.jsonl import parse_line, scan_lines
 from slime_backend.provenance.ledger_index import Entry, LedgerIndex, index_path, remove_index
-from slime_backend.provenance.segments import FOLDER, Segment, list_segments, parquet_module
+from slime_backend.provenance.ledger_lock import is_written as is_written
+from slime_backend.provenance.ledger_lock import lock_ledger as lock_ledger
+from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.segments import (
+    Segment,
+    list_segments,
+    missing_segments,
+    one_line,
+    parquet_module,
+    sealed_path,
+)
 
 BATCH = 2000  # rows per transaction
-PAUSE_S = 0.05
 
 Row = tuple[int, int | None, Entry]  # row, offset of its line if it is one, what is indexed of it
 
 
-def open_index(run_dir: Path) -> tuple[LedgerIndex, list[str]]:
-    """The index on disk, mended: (index, what was wrong with it). Only for who holds the lock."""
+def open_index(run_dir: Path, damage: Damage | None = None) -> tuple[LedgerIndex, list[str]]:
+    """The index on disk, mended: (index, what was wrong with it). Only for who holds the lock. `damage` takes what the
+    segments have of it."""
     was_there = index_path(run_dir).exists()
+    found = Damage()
     notes: list[str] = []
     try:
         index = LedgerIndex(index_path(run_dir))
-        added, notes = catch_up(index, list_segments(run_dir))
+        added, notes = catch_up(index, list_segments(run_dir), found)
     except sqlite3.DatabaseError as error:
         remove_index(run_dir)
         index = LedgerIndex(index_path(run_dir))
-        added, _ = catch_up(index, list_segments(run_dir))
-        return index, [f"the index was damaged ({error}) and is rebuilt from {added} rollouts"]
-    if added and not was_there:
-        notes.append(f"the index was missing and is rebuilt from {added} rollouts")
-    elif added and not notes:
-        notes.append(f"the index was behind and has caught up with {added} rollouts")
+        found = Damage()
+        added, _ = catch_up(index, list_segments(run_dir), found)
+        notes = [f"the index was damaged ({error}) and is rebuilt from {added} rollouts"]
+    else:
+        if added and not was_there:
+            notes.append(f"the index was missing and is rebuilt from {added} rollouts")
+        elif added and not notes:
+            notes.append(f"the index was behind and has caught up with {added} rollouts")
+    if damage is not None:
+        damage.merge(found)
     return index, notes
 
 
-def lock_ledger(run_dir: Path, wait_s: float) -> TextIO | None:
-    """The lock of a run's ledger, or None if somebody holds it for longer than `wait_s`. It ends with its holder."""
-    folder = run_dir / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "_lock").open("a")
-    until = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                file.close()
-                return None
-            time.sleep(PAUSE_S)
-
-
-def is_written(run_dir: Path) -> bool:
-    """Whether somebody holds the lock of the run's ledger: its writer or, for a moment, a reader that mends the index.
-
-    A shared lock is tried for, so two who ask don't see each other; a writer that comes in this moment tries again.
-    """
-    try:
-        with (run_dir / FOLDER / "_lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
-def catch_up(index: LedgerIndex, segments: Sequence[Segment]) -> tuple[int, list[str]]:
+def catch_up(index: LedgerIndex, segments: Sequence[Segment], damage: Damage | None = None) -> tuple[int, list[str]]:
     """Make the index say what the segments hold: (rows added, what was wrong, one line each).
 
-    A Parquet segment that was noted with this very size is believed; lines are checked at the last indexed one.
+    A Parquet segment that was noted with this very size is believed; lines are read, each one.
     """
     wrong: list[str] = []
+    found = Damage() if damage is None else damage
     numbers = {s.number for s in segments if s.path.exists()}
     for gone in sorted(index.segments() - numbers):
         wrong.append(f"segment {gone} is no longer there; {index.forget(gone)} rollouts were taken out of the index")
+    for gone in missing_segments(segments):
+        found.add_segment(sealed_path(segments[-1].path.parent, gone, "parquet"), "it is no longer there")
     sealed = index.sealed()
     added = 0
     for segment in segments:
@@ -92,16 +77,31 @@ def catch_up(index: LedgerIndex, segments: Sequence[Segment]) -> tuple[int, list
             if segment.number in sealed:
                 wrong.append(f"segment {segment.number} isn't the file that was indexed; it is indexed anew")
             index.forget(segment.number)
-            rows = _add_all(index, segment.number, _parquet_rows(segment.path))
-            index.seal(segment.number, size, rows)
+            before = len(found.places), found.lines, found.segments
+            rows = _add_all(index, segment.number, _parquet_rows(segment.path, found))
+            if before == (len(found.places), found.lines, found.segments):
+                index.seal(segment.number, size, rows)
             added += rows
         else:
-            start, row = _indexed_until(index, segment)
-            if row < index.rows(segment.number):
-                wrong.append(f"segment {segment.number} isn't the file that was indexed; it is indexed anew")
-                index.forget(segment.number)
-            added += _add_all(index, segment.number, _lines_from(segment.path, start, row))
+            rows, isnt = _index_lines(index, segment, found)
+            wrong += [isnt] if isnt else []
+            added += rows
     return added, wrong
+
+
+def _index_lines(index: LedgerIndex, segment: Segment, damage: Damage) -> tuple[int, str]:
+    """Index the lines of a segment that aren't indexed: (how many, what was wrong).
+
+    Each line is compared with what the index has of it, since a disk may have failed in the middle of the file.
+    """
+    there = {row: (row, offset, entry) for row, offset, entry in _lines_from(segment.path, 0, 0, damage)}
+    indexed = index.places(segment.number)
+    stale = sum(1 for row, place in indexed.items() if row not in there or place != (there[row][1], there[row][2].receipt))
+    if not stale:
+        return _add_all(index, segment.number, (item for row, item in there.items() if row not in indexed)), ""
+    index.forget(segment.number)
+    rows = _add_all(index, segment.number, iter(there.values()))
+    return rows, f"segment {segment.number} isn't the file that was indexed; it is indexed anew"
 
 
 def is_current(index: LedgerIndex, segments: Sequence[Segment]) -> bool:
@@ -142,21 +142,37 @@ def _indexed_until(index: LedgerIndex, segment: Segment) -> tuple[int, int]:
     with segment.path.open("rb") as file:
         file.seek(offset)
         line = file.readline()
-    try:
-        same = line.endswith(b"\n") and json.loads(line)["receipt"] == receipt
-    except (ValueError, TypeError, KeyError):  # the offset points into the middle of something else
-        same = False
+    record, _ = parse_line(line) if line.endswith(b"\n") else (None, "")  # the offset may point into something else
+    same = record is not None and record.get("receipt") == receipt
     return (offset + len(line), rows) if same else (0, 0)
 
 
-def _lines_from(path: Path, offset: int, row: int) -> Iterator[Row]:
+def _lines_from(path: Path, offset: int, row: int, damage: Damage | None = None) -> Iterator[Row]:
+    """Every undamaged line: its row is the number of lines before it."""
+    found = Damage() if damage is None else damage
     with path.open("rb") as file:
-        file.seek(offset)
-        while (line := file.readline()).endswith(b"\n"):
-            yield row, offset, Entry.of(json.loads(line))
-            offset, row = offset + len(line), row + 1
+        for line in scan_lines(file, path, offset, row):
+            if line.damaged:
+                found.add_line(path, line.number, line.damaged)
+            elif line.record is not None:
+                try:
+                    RolloutRecord.from_json(line.record)
+                except RecordError as error:
+                    found.add_line(path, line.number, str(error))
+                else:
+                    yield line.number - 1, line.offset, Entry.of(line.record)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    for row, data in enumerate(parquet_module().read_rows(path, without_tokens=True)):
-        yield row, None, Entry.of(data)
+def _parquet_rows(path: Path, damage: Damage) -> Iterator[Row]:
+    parquet = parquet_module()
+    row = -1
+    try:
+        for row, data in enumerate(parquet.read_rows(path, without_tokens=True)):
+            try:
+                RolloutRecord.from_json({"prompt_ids": (), "output_ids": (), "logprobs": (), **data})
+            except RecordError as error:
+                damage.add_line(path, row + 1, str(error), unit="row")
+            else:
+                yield row, None, Entry.of(data)
+    except parquet.UNREADABLE as error:
+        damage.add_segment(path, f"unreadable from row {row + 2} on: {one_line(error)}")

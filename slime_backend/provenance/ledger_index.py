@@ -112,7 +112,7 @@ class LedgerIndex:
         self._db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         if not read_only:
             # Consistent after a power cut, and behind at worst, which catching up mends.
-            self._db.execute("PRAGMA journal_mode = WAL")
+            self._journal()
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA wal_autocheckpoint = 8000")  # pages
         found = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -120,6 +120,16 @@ class LedgerIndex:
             self._db.executescript(f"BEGIN; {_TABLES} COMMIT;")
         elif found != 1:
             raise sqlite3.DatabaseError(f"its layout is number {found}, not 1")
+
+    def _journal(self) -> None:
+        """A write-ahead log, which readers may look into; a plain journal where the file system can't (it needs shared
+        memory, which network file systems lack)."""
+        try:
+            mode = self._db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        except sqlite3.OperationalError:
+            mode = ""
+        if mode not in ("wal", "memory"):
+            self._db.execute("PRAGMA journal_mode = DELETE")
 
     def add(self, segment: int, rows: Iterable[tuple[int, int | None, Entry]]) -> None:
         """Index (row, offset, entry) of a segment, in one transaction."""
@@ -154,6 +164,12 @@ class LedgerIndex:
             "SELECT offset, receipt FROM rollouts WHERE id = ?", (segment << ROW_BITS | row,)
         ).fetchone()
         return None if found is None else (found[0], found[1])
+
+    def places(self, segment: int) -> dict[int, tuple[int | None, str]]:
+        """Row -> (offset, receipt) of every indexed row of a segment."""
+        low, high = segment << ROW_BITS, (segment + 1) << ROW_BITS
+        found = self._db.execute("SELECT id, offset, receipt FROM rollouts WHERE id >= ? AND id < ?", (low, high))
+        return {int(number - low): (offset, receipt) for number, offset, receipt in found}
 
     def forget(self, segment: int, *, and_later: bool = False) -> int:
         """Remove a segment's rows, those of all later ones too if asked; how many there were."""

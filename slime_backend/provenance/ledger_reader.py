@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sqlite3
 import time
@@ -11,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slime_backend.provenance.errors import LedgerError
+from slime_backend.provenance.damage import Damage
+from slime_backend.provenance.errors import LedgerError, RecordError
+from slime_backend.provenance.jsonl import parse_line
 from slime_backend.provenance.ledger_catch_up import catch_up, is_current, lock_ledger, open_index
 from slime_backend.provenance.ledger_index import LedgerIndex, Place, Query, index_path, remove_index
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import ACTIVE, list_segments, parquet_module, sealed_path
+from slime_backend.provenance.segments import ACTIVE, Segment, list_segments, one_line, parquet_module, sealed_path
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class LedgerReader:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.notes: list[str] = []  # what was wrong with the index
+        self.damage = Damage()  # what opening and looking up had to leave out
         self._rows: Any = None  # parquet.RowReader, imported where a segment is Parquet
         self._index = self._open_index()
         if any(segment.kind == "parquet" for segment in list_segments(run_dir)):
@@ -35,9 +37,13 @@ class LedgerReader:
                 self._rows = parquet_module().RowReader()  # now, since loading pyarrow takes longer than any look
 
     def find(self, query: Query, limit: int | None = None) -> Iterator[RolloutRecord]:
-        """Matching rollouts, oldest first."""
+        """Matching rollouts, oldest first. One whose line or segment was damaged since it was indexed is counted in
+        `damage` and left out. Raises LedgerError for one that is nowhere.
+        """
         for place in self._ask(lambda index: index.find(query, limit)):
-            yield RolloutRecord.from_json(self._read(place))
+            record = self._read(place)
+            if record is not None:
+                yield record
 
     def count(self, query: Query) -> int:
         found: int = self._ask(lambda index: index.count(query))
@@ -61,10 +67,7 @@ class LedgerReader:
             return self._in_memory()
         if lock is not None:
             with lock:
-                index, notes = open_index(self.run_dir)
-            for note in notes:
-                self._note(note)
-            return index
+                return self._mended()
         for _ in range(TRIES):  # a segment that was turned over just now isn't noted yet
             with suppress(sqlite3.Error, OSError):
                 index = LedgerIndex(index_path(self.run_dir), read_only=True)
@@ -84,45 +87,65 @@ class LedgerReader:
             return self._in_memory()
         with lock:
             remove_index(self.run_dir)
-            index, notes = open_index(self.run_dir)
+            return self._mended()
+
+    def _mended(self) -> LedgerIndex:
+        """The index on disk. For who holds the lock."""
+        self.damage = Damage()
+        try:
+            index, notes = open_index(self.run_dir, self.damage)
+        except (sqlite3.Error, OSError) as error:  # a file system without locks, or without space
+            self._note(f"no index can be kept on this disk ({error})")
+            return self._in_memory()
         for note in notes:
             self._note(note)
         return index
 
     def _in_memory(self) -> LedgerIndex:
         index = LedgerIndex(None)
-        added, _ = catch_up(index, list_segments(self.run_dir))
+        self.damage = Damage()
+        added, _ = catch_up(index, list_segments(self.run_dir), self.damage)
         self._note(f"{added} rollouts were indexed in memory, for this look only")
         return index
 
-    def _read(self, place: Place) -> dict[str, Any]:
-        """One record. A segment may be sealed or turned over between the look into the index and this."""
+    def _read(self, place: Place) -> RolloutRecord | None:
+        """One record; None where it is damaged. Its segment may be sealed or turned over between the look into the
+        index and this, so a fault counts only where the segment is still the same afterwards."""
         for _ in range(TRIES):
-            for read in (self._read_parquet, self._read_sealed, self._read_active):
-                with suppress(FileNotFoundError, ValueError, IndexError):
-                    record: dict[str, Any] = read(place)
-                    if record["receipt"] == place.receipt:
-                        return record
+            segment = self._segment(place.segment)
+            if segment is None:
+                self.damage.add_segment(sealed_path(self.run_dir, place.segment, "parquet"), "it is no longer there")
+                return None
+            try:
+                data = self._read_parquet(segment, place) if segment.kind == "parquet" else _read_line(segment, place)
+                record = RolloutRecord.from_json(data)
+                if record.receipt == place.receipt:
+                    return record
+                why = ""  # another rollout's
+            except LedgerError:
+                raise
+            except FileNotFoundError:
+                why = ""
+            except Exception as error:  # whatever pyarrow, the disk or the checks of a record raise for damaged data
+                why = str(error) if isinstance(error, RecordError) else one_line(error)
+            if why and self._segment(place.segment) == segment:
+                unit = "row" if segment.kind == "parquet" else "line"
+                self.damage.add_line(segment.path, place.row + 1, why, unit=unit)
+                return None
             time.sleep(PAUSE_S)
         raise LedgerError(
-            f"{self.run_dir}: rollout {place.receipt} isn't where the index says; ask again, "
-            f"or remove {index_path(self.run_dir)}, which is rebuilt"
+            f"{self.run_dir}: rollout {place.receipt} isn't where the index says, row {place.row} of segment "
+            f"{place.segment}; ask again, or remove {index_path(self.run_dir)}, which is rebuilt"
         )
 
-    def _read_parquet(self, place: Place) -> dict[str, Any]:
-        path = sealed_path(self.run_dir, place.segment, "parquet")
-        if not path.exists():
-            raise FileNotFoundError(path)
+    def _segment(self, number: int) -> Segment | None:
+        return next((s for s in list_segments(self.run_dir) if s.number == number), None)
+
+    def _read_parquet(self, segment: Segment, place: Place) -> dict[str, Any]:
         if self._rows is None:
             self._rows = parquet_module().RowReader()
-        found: dict[str, Any] = self._rows.read(path, place.row)
+        found: dict[str, Any] = self._rows.read(segment.path, place.row)
         return found
-
-    def _read_sealed(self, place: Place) -> dict[str, Any]:
-        return _read_line(sealed_path(self.run_dir, place.segment, "jsonl"), place.offset)
-
-    def _read_active(self, place: Place) -> dict[str, Any]:
-        return _read_line(self.run_dir / ACTIVE, place.offset)
 
     def _note(self, text: str) -> None:
         log.warning("%s: %s", self.run_dir, text)
@@ -147,14 +170,13 @@ def open_reader(run_dir: Path) -> LedgerReader:
     return LedgerReader(run_dir)
 
 
-def _read_line(path: Path, offset: int | None) -> dict[str, Any]:
-    """The record at this offset; ValueError where there is none, FileNotFoundError without the file."""
-    if offset is None:
-        raise ValueError("only its row is known")
-    with path.open("rb") as file:
-        file.seek(offset)
-        line = file.readline()
-    record = json.loads(line)
-    if not isinstance(record, dict) or "receipt" not in record:
-        raise ValueError(f"{path}: no record at {offset}")
+def _read_line(segment: Segment, place: Place) -> dict[str, Any]:
+    """The record at the place's offset; RecordError where there is none, FileNotFoundError without the file."""
+    if place.offset is None:
+        raise RecordError("only its row is known")
+    with segment.path.open("rb") as file:
+        file.seek(place.offset)
+        record, why = parse_line(file.readline())
+    if record is None:
+        raise RecordError(why or "it is blank")
     return record

@@ -24,13 +24,16 @@ import pyarrow.compute as pc
 import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
-from slime_backend.provenance.errors import ConversionError
-from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.provenance.errors import ConversionError, RecordError
+from slime_backend.provenance.jsonl import scan_lines
+from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.segments import PARTIAL
 from slime_backend.provenance.stored_segments import KEEP, restore
 
 GROUP_BYTES = 512 * 1024  # of JSON in a row group: what one look-up has to decode
 BLOCK_BYTES = 64 * 1024 * 1024  # no record may be longer than a block of the JSON reader
+# What reading a damaged file raises, a bad block or contents that its own checks refuse.
+UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
 OPEN_FILES = 64  # opening one costs as much as reading a row group
 
 _SPAN = pa.struct([("version", pa.string()), ("start", pa.int64()), ("end", pa.int64())])
@@ -73,6 +76,7 @@ SCHEMA = pa.schema(
 )
 _TOKENS = ("prompt_ids", "output_ids", "logprobs")
 _DERIVED = ("versions", "extra")
+_REQUIRED = [name for name in SCHEMA.names if name not in ("session", "class", "attempts", *_DERIVED)]
 _STORED = pa.schema(
     [
         pa.field("segments", pa.list_(_SHORT_SEGMENT)) if field.name == "segments" else field
@@ -86,11 +90,14 @@ _STATISTICS = ["receipt", "group", "session", "engine", "class", "reward", "subm
 def convert(lines: Path, parquet: Path) -> int:
     """Write `lines` as `parquet`, whole or not at all, and on the disk; returns its rows. The lines stay.
 
-    Raises ConversionError (a full disk, a value that its column can't hold).
+    Raises ConversionError (a full disk, a value that its column can't hold, a damaged line: it stays as it is, and so
+    do the lines around it).
     """
     partial = parquet.with_name(f"_{parquet.name}{PARTIAL}")
     try:
         table = _read_table(lines)
+        if table.num_rows != _count_lines(lines):
+            raise ValueError(f"{table.num_rows} rows of {_count_lines(lines)} lines; one is blank or cut off")
         bytes_per_row = max(1, lines.stat().st_size // max(1, table.num_rows))
         pq.write_table(
             table,
@@ -121,8 +128,13 @@ def _to_disk(path: Path) -> None:
 def _read_table(lines: Path) -> pa.Table:
     try:
         return _parse(lines)
-    except pa.ArrowInvalid:  # a field that isn't in the schema, or NaN, which strict JSON lacks
+    except (pa.ArrowInvalid, TypeError):  # a field that isn't in the schema, NaN, which strict JSON lacks, or damage
         return _parse_leniently(lines)
+
+
+def _count_lines(lines: Path) -> int:
+    with lines.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
 def _parse(lines: Path) -> pa.Table:
@@ -132,6 +144,9 @@ def _parse(lines: Path) -> pa.Table:
         read_options=pa_json.ReadOptions(block_size=BLOCK_BYTES, use_threads=False),
         parse_options=pa_json.ParseOptions(explicit_schema=_STORED, unexpected_field_behavior="error"),
     )
+    lacking = [name for name in _REQUIRED if table[name].null_count]
+    if lacking:  # the reader takes a missing field for null
+        raise pa.ArrowInvalid(f"a line lacks {', '.join(lacking)}")
     versions = [list(dict.fromkeys(span["version"] for span in spans)) for spans in table["spans"].to_pylist()]
     table = table.set_column(table.schema.get_field_index("segments"), "segments", _whole(table["segments"]))
     table = table.append_column("versions", pa.array(versions, pa.list_(pa.string())))
@@ -148,11 +163,24 @@ def _whole(stored: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _parse_leniently(lines: Path) -> pa.Table:
-    records = read_jsonl(lines)
+    records = _checked(lines)
     chunks = []
     while chunk := [_to_row(record) for record in itertools.islice(records, 256)]:
         chunks.append(pa.Table.from_pylist(chunk, SCHEMA))
     return pa.concat_tables(chunks) if chunks else SCHEMA.empty_table()
+
+
+def _checked(lines: Path) -> Iterator[dict[str, Any]]:
+    """Every record. Raises ValueError for the first damaged line."""
+    with lines.open("rb") as file:
+        for line in scan_lines(file, lines):
+            if line.record is None:
+                raise ValueError(f"line {line.number} is damaged: {line.damaged or 'it is blank'}")
+            try:
+                RolloutRecord.from_json(line.record)
+            except RecordError as error:
+                raise ValueError(f"line {line.number} is damaged: {error}") from error
+            yield line.record
 
 
 def read_rows(path: Path, *, without_tokens: bool = False) -> Iterator[dict[str, Any]]:

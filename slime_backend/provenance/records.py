@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_backend.provenance import classes
 from slime_backend.provenance.errors import RecordError
+from slime_backend.provenance.record_checks import check_answer, check_stored, output_logprobs
 from slime_backend.provenance.stored_segments import read_segments, shorten
 from slime_backend.wire import (
     KV_PROVENANCE_KEY,
@@ -61,23 +62,24 @@ class RolloutRecord:
     ) -> RolloutRecord:
         """Build a record from SGLang's /generate answer (with `return_logprob`) of an engine with our plugin.
 
-        Without a `session` its group is taken for one. Raises RecordError where the answer lacks provenance, or has a
-        different number of log-probs than tokens.
+        Without a `session` its group is taken for one. Raises RecordError where the answer lacks provenance, has a
+        different number of log-probs than tokens, or a log-prob that is no number.
         """
-        meta = answer["meta_info"]
+        meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+        if not isinstance(meta, Mapping):
+            raise RecordError(f"{engine}: rollout {receipt}: the answer has no meta_info")
         try:
+            check_answer(meta, {SAMPLED_SPANS_KEY: "spans", KV_PROVENANCE_KEY: "segments", PREFILLS_KEY: "prefills"})
             spans = tuple(Span.from_json(s) for s in meta[SAMPLED_SPANS_KEY])
             segments = tuple(KvSegment.from_json(s) for s in meta[KV_PROVENANCE_KEY])
             prefills = tuple(Prefill.from_json(p) for p in meta[PREFILLS_KEY])
-        except (KeyError, TypeError, WireError) as error:
+        except (KeyError, TypeError, WireError, RecordError) as error:
             raise RecordError(
                 f"{engine}: the answer has no usable provenance ({error}); is the kv_spans hook active?"
             ) from error
-        output = tuple(int(i) for i in answer["output_ids"])
-        logprobs = tuple(float(entry[0]) for entry in meta.get("output_token_logprobs") or ())
-        if len(logprobs) != len(output):
-            raise RecordError(f"{engine}: {len(logprobs)} log-probs for {len(output)} tokens")
-        finish = meta.get("finish_reason") or {}
+        output, logprobs = output_logprobs(answer, engine, receipt)
+        finish = meta.get("finish_reason")
+        finish = finish if isinstance(finish, Mapping) else {}
         return cls(
             receipt,
             group,
@@ -143,10 +145,14 @@ class RolloutRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RolloutRecord:
+        """Raises RecordError for anything but a complete rollout."""
+        if not isinstance(data, Mapping):
+            raise RecordError(f"a stored rollout is a {type(data).__name__}, not an object")
         names = {f.name for f in fields(cls)}
         missing = names - set(data) - {"attempts", "session"}
         if missing:
             raise RecordError(f"a stored rollout lacks {', '.join(sorted(missing))}")
+        check_stored(data)
         values = {k: v for k, v in data.items() if k in names}
         values.setdefault("session", data["group"])
         for name in ("prompt_ids", "output_ids", "logprobs"):
