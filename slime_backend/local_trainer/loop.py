@@ -33,7 +33,7 @@ from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
 from slime_backend.local_trainer.trainer import Trainer, make_trainer
 from slime_backend.provenance import audit_follow
-from slime_backend.provenance.alerts import audit_alerts, publication_alerts
+from slime_backend.provenance.alerts import audit_alerts, gap_alerts, publication_alerts
 from slime_backend.provenance.audit import AuditResult, Violation, audit_run
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import JsonlWriter
@@ -227,6 +227,7 @@ class _Run:
             )
             self._log_decisions(step, batch)
             metrics = await asyncio.to_thread(self._train, batch)
+            self._compare_logprobs(step, metrics)
             self.worker.release(len(batch.groups))
             version = version_name(step)
             # On disk before anybody serves it: see checkpoint.py.
@@ -245,6 +246,13 @@ class _Run:
 
     def _train(self, batch: Batch) -> StepMetrics:
         return self.trainer.step(batch.samples())
+
+    def _compare_logprobs(self, step: int, metrics: StepMetrics) -> None:
+        gap, tokens = metrics.logprob_gap_at_lag_0, metrics.tokens_at_lag_0
+        alerts = gap_alerts(step, gap, tokens, self.config.dtype, self.config.temperature)
+        self.tracker.alert(alerts)
+        for alert in alerts:
+            self.reporter.say(f"{alert.title}: {alert.text}")
 
     async def _publish(self, version: str) -> PublicationReport:
         try:

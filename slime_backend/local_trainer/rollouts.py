@@ -127,19 +127,16 @@ class RolloutWorker:
         submitted_at = time.time()
         self._submitted.append({"receipt": receipt, "group": group, "at": submitted_at})
         self.counts.submitted += 1
+        sampling = {
+            "temperature": self.config.temperature,
+            "max_new_tokens": question.max_tokens,
+            "ignore_eos": not self.task.stop_at_end,
+            **({"stop_token_ids": [self.tokenizer.eos_token_id]} if self.task.stop_at_end else {}),
+            **self._anchors(),
+        }
         answer = await generate(
             self.fleet,
-            {
-                "input_ids": ids,
-                "return_logprob": True,
-                "sampling_params": {
-                    "temperature": self.config.temperature,
-                    "max_new_tokens": question.max_tokens,
-                    "ignore_eos": not self.task.stop_at_end,
-                    **({"stop_token_ids": [self.tokenizer.eos_token_id]} if self.task.stop_at_end else {}),
-                    **self._anchors(),
-                },
-            },
+            {"input_ids": ids, "return_logprob": True, "sampling_params": sampling},
             on_retry=self._count_retry,
         )
         text = self.tokenizer.decode(answer.body["output_ids"], skip_special_tokens=False)
@@ -154,6 +151,7 @@ class RolloutWorker:
             reward=self.task.reward(question, text),
             submitted_at=submitted_at,
             attempts=answer.attempts,
+            sampling=sampling,
         )
         self._rollouts.append(record)
         self.counts.completed += 1

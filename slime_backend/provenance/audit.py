@@ -6,7 +6,8 @@ docs/provenance.md, "The audit at scale". `audit_run` audits a run that is there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling import Plan, Sample
+from slime_backend.provenance.sampling_params import not_auditable
 from slime_backend.provenance.scorer import LoadModel, Scorer, WeightsGoneError
 from slime_backend.provenance.segments import read_rollouts
 
@@ -50,6 +52,7 @@ class AuditResult:
     mean_abs_logprob_diff: float = 0.0
     tolerance: float = TOLERANCE
     gone: int = 0  # rollouts that weren't audited, because the weights that they name were removed
+    not_auditable: dict[str, int] = field(default_factory=dict)  # sampling parameters -> rollouts sampled with them
     finished: bool = True  # False in what `audit_follow` writes while the run goes on
     verdict: Conclusion | None = None
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)  # kind of span -> Differences.to_json
@@ -102,12 +105,18 @@ class Audit:
         self.sample = Sample(rollouts, seed)
         self._diagnostician = Diagnostician(self.scorer, tolerance)
         self._differences = {kind: Differences() for kind in SPAN_KINDS}
+        self._not_auditable: Counter[str] = Counter()
         self._checked: set[str] = set()
         self._recorded = self._recorded_crossing = self._crossing = self._gone = 0
         self._violations: list[Violation] = []
 
     def offer(self, record: RolloutRecord) -> bool:
-        """Count a rollout; whether it is to be checked."""
+        """Count a rollout; whether it is to be checked. One that was sampled from another distribution than the
+        weights' own (penalties, grammars: sampling_params.py) can't be, and stands for itself in the result."""
+        reason = not_auditable(record.sampling)
+        if reason:
+            self._not_auditable[reason] += 1
+            return False
         self._recorded += 1
         self._recorded_crossing += record.crossing
         return self.sample.offer(record.receipt, record.crossing)
@@ -141,15 +150,23 @@ class Audit:
         plan = Plan(self._recorded, self._recorded_crossing)
         return AuditResult(
             rollouts=len(self._checked),
-            recorded=self._recorded,
+            recorded=self._recorded + self._not_auditable.total(),
             tokens=tokens,
             crossing=self._crossing,
             max_abs_logprob_diff=max((d.largest for d in differences.values()), default=0.0),
             mean_abs_logprob_diff=sum(d.total for d in differences.values()) / max(1, tokens),
             tolerance=self.tolerance,
             gone=self._gone,
+            not_auditable=dict(self._not_auditable),
             finished=finished,
-            verdict=conclude(plan, in_sample, [v.fault for v in self._violations], self.one_in, self._gone),
+            verdict=conclude(
+                plan,
+                in_sample,
+                [v.fault for v in self._violations],
+                self.one_in,
+                self._gone,
+                self._not_auditable,
+            ),
             differences={kind: d.to_json() for kind, d in differences.items()},
             violations=list(self._violations),
         )
@@ -174,26 +191,31 @@ def audit_run(
     """Audit a run directory: its ledger against `weights/<version>`.
 
     `rollouts`: how many to check; those that lived through a publication first, then a random sample (None: all).
-    Reads the ledger twice, and holds no more of it than the sample. Raises AuditError where nothing was recorded.
+    Reads the ledger twice, and holds no more of it than the sample, or one rollout where all are checked. Raises AuditError where nothing was recorded.
     """
     audit = Audit(run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in, seed=seed)
     versions: dict[str, int] = {}
-    offered: set[str] = set()
+    offered = wanted = 0
     for row in read_rollouts(run_dir):
         record = RolloutRecord.from_json(row)
-        audit.offer(record)
-        offered.add(record.receipt)
+        wanted += audit.offer(record)
+        offered += 1
         for version in record.versions:
             versions.setdefault(version, len(versions))
     if not offered:
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
-    wanted = offered if rollouts is None else audit.sample.holds()
-    chosen = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir) if row["receipt"] in wanted]
-    chosen.sort(key=lambda r: [versions[v] for v in r.versions])  # so that each model is loaded once
+    chosen: Iterable[RolloutRecord]
+    if rollouts is None:  # in the order of the ledger, where versions follow each other
+        chosen = (r for r in map(RolloutRecord.from_json, read_rollouts(run_dir)) if not not_auditable(r.sampling))
+    else:
+        held = audit.sample.holds()
+        chosen = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir) if row["receipt"] in held]
+        chosen.sort(key=lambda r: [versions[v] for v in r.versions])  # so that each model is loaded once
+        wanted = len(chosen)
     for done, record in enumerate(chosen, 1):
         audit.check(record)
         if progress is not None:
-            progress(done, len(chosen))
+            progress(done, wanted)
     return audit.result()
 
 
