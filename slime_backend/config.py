@@ -80,6 +80,9 @@ class RunConfig(BaseModel):
     )
 
     rollouts_segment_mib: float = Field(16, gt=0, description="of rollouts.jsonl, before it becomes a Parquet segment")
+    keep_versions: int | None = Field(
+        None, ge=2, description="checkpoints of older versions are removed once nothing needs them; none: all are kept"
+    )
     audit_rollouts: int = Field(240, ge=0, description="rollouts to audit; 0: none")
     audit_tolerance: float = Field(1e-4, gt=0)
     audit_beside: bool = Field(False, description="audit in a process beside the training instead of at the end")

@@ -53,6 +53,7 @@ class AuditResult:
     tolerance: float = TOLERANCE
     gone: int = 0  # rollouts that weren't audited, because the weights that they name were removed
     not_auditable: dict[str, int] = field(default_factory=dict)  # sampling parameters -> rollouts sampled with them
+    waiting: int = 0  # rollouts that `audit_follow` has taken in, or seen, and not checked yet
     finished: bool = True  # False in what `audit_follow` writes while the run goes on
     verdict: Conclusion | None = None
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)  # kind of span -> Differences.to_json
@@ -106,6 +107,9 @@ class Audit:
         self._diagnostician = Diagnostician(self.scorer, tolerance)
         self._differences = {kind: Differences() for kind in SPAN_KINDS}
         self._not_auditable: Counter[str] = Counter()
+        self._left_out = 0
+        self._published_names: set[str] = set()
+        self._published_size = 0
         self._checked: set[str] = set()
         self._recorded = self._recorded_crossing = self._crossing = self._gone = 0
         self._violations: list[Violation] = []
@@ -143,14 +147,14 @@ class Audit:
                 found = replace(found, fault=diagnosis.fault, detail=f"{found.detail}; {diagnosis.text}")
             self._violations.append(found)
 
-    def result(self, *, finished: bool = True) -> AuditResult:
+    def result(self, *, finished: bool = True, waiting: int = 0) -> AuditResult:
         differences = {kind: d for kind, d in self._differences.items() if d.tokens}
         tokens = sum(d.tokens for d in differences.values())
         in_sample = len(self._checked if self.sample.count is None else self._checked & self.sample.holds())
         plan = Plan(self._recorded, self._recorded_crossing)
         return AuditResult(
             rollouts=len(self._checked),
-            recorded=self._recorded + self._not_auditable.total(),
+            recorded=self._recorded + self._left_out + self._not_auditable.total(),
             tokens=tokens,
             crossing=self._crossing,
             max_abs_logprob_diff=max((d.largest for d in differences.values()), default=0.0),
@@ -158,6 +162,7 @@ class Audit:
             tolerance=self.tolerance,
             gone=self._gone,
             not_auditable=dict(self._not_auditable),
+            waiting=waiting,
             finished=finished,
             verdict=conclude(
                 plan,
@@ -171,11 +176,29 @@ class Audit:
             violations=list(self._violations),
         )
 
+    def is_gone(self, record: RolloutRecord) -> bool:
+        """Whether weights that the record names were this run's once and are removed: it can't be checked."""
+        missing = {v for v in _named(record) if not self.scorer.knows(v)}
+        return bool(missing) and missing <= self._published()
+
+    def leave_out(self) -> None:
+        """Count a rollout whose weights are gone before the sample is drawn: it isn't one of those that stand for it."""
+        self._gone += 1
+        self._left_out += 1
+
     def _were_published(self, record: RolloutRecord) -> bool:
         """Whether every version that the record names was this run's, so that its weights were there once."""
-        publications = read_jsonl(self.run_dir / "publications.jsonl")
-        published = {p.get(key) for p in publications for key in ("previous_version", "version")}
-        return _named(record) <= published
+        return _named(record) <= self._published()
+
+    def _published(self) -> set[str]:
+        """Read again where the file has grown."""
+        path = self.run_dir / "publications.jsonl"
+        size = path.stat().st_size if path.is_file() else 0
+        if size != self._published_size:
+            rows = read_jsonl(path)
+            self._published_names = {str(p.get(key)) for p in rows for key in ("previous_version", "version")}
+            self._published_size = size
+        return self._published_names
 
 
 def audit_run(
@@ -198,15 +221,19 @@ def audit_run(
     offered = wanted = 0
     for row in read_rollouts(run_dir):
         record = RolloutRecord.from_json(row)
-        wanted += audit.offer(record)
         offered += 1
+        if not not_auditable(record.sampling) and audit.is_gone(record):
+            audit.leave_out()
+            continue
+        wanted += audit.offer(record)
         for version in record.versions:
             versions.setdefault(version, len(versions))
     if not offered:
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
     chosen: Iterable[RolloutRecord]
     if rollouts is None:  # in the order of the ledger, where versions follow each other
-        chosen = (r for r in map(RolloutRecord.from_json, read_rollouts(run_dir)) if not not_auditable(r.sampling))
+        records = map(RolloutRecord.from_json, read_rollouts(run_dir))
+        chosen = (r for r in records if not not_auditable(r.sampling) and not audit.is_gone(r))
     else:
         held = audit.sample.holds()
         chosen = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir) if row["receipt"] in held]

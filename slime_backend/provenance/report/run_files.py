@@ -55,6 +55,12 @@ class RunFiles:
         return list(dict.fromkeys([*self.published, *self.hit_rate.versions]))
 
     @property
+    def drawn_versions(self) -> list[str]:
+        """All, or of a long run those that have points of hit rate."""
+        few = len(self.hit_rate.drawn) < len(self.hit_rate.versions)
+        return list(self.hit_rate.drawn) if few else self.versions
+
+    @property
     def sampled(self) -> str:
         """One sentence where the page draws a part of a long run; "" where it draws all."""
         parts = [

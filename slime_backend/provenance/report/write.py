@@ -64,7 +64,7 @@ def compose(run: RunFiles, plotly: str) -> str:
             _chart(
                 "hit-rate",
                 "Prefix hit rate",
-                charts.hit_rate(run.hit_rate, versions),
+                charts.hit_rate(run.hit_rate, run.drawn_versions),
                 "Share of prompt tokens found in the radix cache. A dotted line is a publication: what is cached after "
                 "it must begin at 0, since nothing of older weights may be found.",
             ),
