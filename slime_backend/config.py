@@ -68,7 +68,9 @@ class RunConfig(BaseModel):
     groups_per_step: int = Field(9, ge=1)
     samples_per_group: int = Field(8, ge=2)
     groups_ahead: int = Field(9, ge=0, description="groups that may be generated beyond the batch being trained")
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(
+        1.0, ge=1e-6, allow_inf_nan=False, description="under 1e-6 is greedy: nothing to train on"
+    )
     learning_rate: float = Field(1e-2, gt=0)
     ratio_bound: float = Field(2.0, ge=1)
     staleness: StalenessPolicy = Field("correct", description="what happens to tokens over max_version_lag")
@@ -83,8 +85,16 @@ class RunConfig(BaseModel):
         1, ge=1, le=64, description="of trainer=deepspeed; each trains on its share of a batch"
     )
     trainer_threads: int = Field(1, ge=1, description="of each process")
+    trainer_device: str | None = Field(
+        None,
+        pattern=r"^(cpu|cuda|cuda:[0-9]+)$",
+        description="of trainer=torch; none: a GPU of its own behind the engines' with device=cuda, else the CPU",
+    )
 
     rollouts_segment_mib: float = Field(16, gt=0, description="of rollouts.jsonl, before it becomes a Parquet segment")
+    keep_versions: int | None = Field(
+        None, ge=2, description="checkpoints of older versions are removed once nothing needs them; none: all are kept"
+    )
     audit_rollouts: int = Field(240, ge=0, description="rollouts to audit; 0: none")
     audit_tolerance: float = Field(1e-4, gt=0)
     audit_beside: bool = Field(False, description="audit in a process beside the training instead of at the end")
@@ -107,6 +117,15 @@ class RunConfig(BaseModel):
         if self.trainer_processes > 1 and self.trainer != "deepspeed":
             raise ValueError(
                 f"trainer_processes={self.trainer_processes} needs trainer=deepspeed; trainer={self.trainer} has one"
+            )
+        if self.device.startswith("cuda") and self.device != "cuda":
+            raise ValueError(f"device={self.device}: give cuda; each engine is given GPUs of its own")
+        if self.trainer == "deepspeed" and (self.trainer_device or "cpu") != "cpu":
+            raise ValueError(f"trainer_device={self.trainer_device}: trainer=deepspeed trains on the CPU; leave it out")
+        if any(flag.partition("=")[0] == "--preferred-sampling-params" for flag in self.engine_flags):
+            raise ValueError(
+                "engine_flags has --preferred-sampling-params, which changes how rollouts are sampled behind the "
+                "trainer's back; leave it out and set temperature"
             )
         # Raises PolicyError, a ValueError. What auto is resolved to is checked then; scoped asks the least.
         policy = decide(self.layout, "scoped") if self.disjoint_prefix_sharing == "auto" else self.policy

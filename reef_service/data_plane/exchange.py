@@ -165,7 +165,7 @@ class Exchange:
         state = state_of(generation, abandoned=self.abandoned)
         finish = "stop" if self.stop_text is not None else str(generation.finish_reason.get("type", "unknown"))
         about = {"session": self.session, "label": request.label}
-        temperature = float(request.sampling.get("temperature", 1.0)) or 1.0
+        temperature = float(request.sampling.get("temperature", 1.0))  # 0 is greedy, and recorded as what it is
         generation.meta["finish_reason"] = {**generation.finish_reason, "type": finish}
         try:
             record = record_of(generation, temperature=temperature, **about)

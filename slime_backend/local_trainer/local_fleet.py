@@ -13,13 +13,15 @@ from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import EngineSettings, EngineStartError, LocalEngine
 from slime_backend.fleet import Fleet, admit
 from slime_backend.liveness import look
+from slime_backend.local_trainer.devices import place
 
 WATCH_S = 2.0  # between two looks at the engines of `reef-slime up`
 
 
 def make_engines(config: RunConfig, model: Path, version: str, log_dir: Path) -> list[LocalEngine]:
-    """One LocalEngine per `config.engines`, not started."""
+    """One LocalEngine per `config.engines`, not started. Raises RunError where there are too few GPUs."""
     ports = config.ports or [0] * config.engines
+    devices = place(config, trains=False).engines
     return [
         LocalEngine(
             EngineSettings(
@@ -36,6 +38,7 @@ def make_engines(config: RunConfig, model: Path, version: str, log_dir: Path) ->
                 threads=config.engine_threads,
                 skip_tokenizer=config.skip_tokenizer,
                 extra=config.engine_flags,
+                devices=devices[i],
             ),
             log_path=log_dir / f"engine{i}.log",
             name=f"engine{i}",

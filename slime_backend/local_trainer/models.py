@@ -111,8 +111,9 @@ def make_smollm2(directory: str | Path) -> Path:
     return _make_once(Path(directory), {"model": "SmolLM2-135M-Instruct"}, _write_smollm2)
 
 
-def load_model(directory: str | Path) -> Any:
-    """The model of `directory` in fp32 and eval mode (dropout would make its log-probs differ from an engine's)."""
+def load_model(directory: str | Path, device: str = "cpu") -> Any:
+    """The model of `directory` in fp32 and eval mode (dropout would make its log-probs differ from an engine's), on
+    `device`."""
     path = Path(directory)
     if not (path / "config.json").is_file():
         raise ModelError(
@@ -130,7 +131,7 @@ def load_model(directory: str | Path) -> Any:
         raise ModelError(f"{path}: the model does not load: {str(error).splitlines()[0]}") from error
     if missing := sorted(info.get("missing_keys") or ()):  # transformers makes them up
         raise ModelError(f"{path}: the model does not load: {missing[0]} is missing ({len(missing)} such tensors)")
-    return model.eval()
+    return model.eval().to(device)
 
 
 def load_tokenizer(directory: str | Path) -> Any:

@@ -96,7 +96,9 @@ def _index_lines(index: LedgerIndex, segment: Segment, damage: Damage) -> tuple[
     """
     there = {row: (row, offset, entry) for row, offset, entry in _lines_from(segment.path, 0, 0, damage)}
     indexed = index.places(segment.number)
-    stale = sum(1 for row, place in indexed.items() if row not in there or place != (there[row][1], there[row][2].receipt))
+    stale = sum(
+        1 for row, place in indexed.items() if row not in there or place != (there[row][1], there[row][2].receipt)
+    )
     if not stale:
         return _add_all(index, segment.number, (item for row, item in there.items() if row not in indexed)), ""
     index.forget(segment.number)
