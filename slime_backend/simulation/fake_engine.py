@@ -72,6 +72,7 @@ class FakeEngine:
         *,
         version: str = "v0",
         ranks: int = 1,
+        tensor_ranks: int = 1,
         latency_s: float = 0.0,
         radix_cache: bool = True,
         hooks: tuple[str, ...] = ("kv_evidence", "kv_spans", "scope"),
@@ -98,7 +99,8 @@ class FakeEngine:
         self.load_s, self.grammar_s, self.health_s = load_s, grammar_s, health_s
         self.bodies: list[dict[str, Any]] = []  # of /generate
         self.ranks = [
-            FakeRank(radix_cache, "scope" in hooks, grammar_flush="grammar_flush" in hooks) for _ in range(ranks)
+            FakeRank(radix_cache, "scope" in hooks, grammar_flush="grammar_flush" in hooks, tensor_size=tensor_ranks)
+            for _ in range(ranks)
         ]
         self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
         self.calls: list[str] = []
@@ -136,6 +138,7 @@ class FakeEngine:
         self.__init__(  # type: ignore[misc]
             version=version,
             ranks=len(self.ranks),
+            tensor_ranks=self.ranks[0].tensor_size,
             latency_s=self.latency_s,
             radix_cache=self.radix_cache,
             hooks=tuple(self.hooks),
@@ -213,7 +216,8 @@ class FakeEngine:
 
     async def on_server_info(self, body: dict[str, Any]) -> Reply:
         states = [{REPORT_KEY: rank.report(self.hooks)} for rank in self.ranks]
-        return Reply({"disable_radix_cache": not self.radix_cache, "internal_states": states, **self.info})
+        own = {"disable_radix_cache": not self.radix_cache, "tp_size": self.ranks[0].tensor_size}
+        return Reply({**own, "internal_states": states, **self.info})
 
     async def on_reef_slime_reports(self, body: dict[str, Any]) -> Reply:
         return Reply([rank.report(self.hooks) for rank in self.ranks])
