@@ -60,7 +60,7 @@ def read_keys(
     Raises KeyMissing for a variable that is named and not set, and for what can't be a key.
     """
     environment = os.environ if environment is None else environment
-    found = []
+    found: list[str] = []
     for named, usual in ((api_variable, API_VARIABLE), (admin_variable, ADMIN_VARIABLE)):
         key = environment.get(named or usual, "").strip()
         if named and not key:
@@ -68,7 +68,8 @@ def read_keys(
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise KeyMissing(f"the environment variable {named or usual} holds no key: use printable ASCII, no spaces")
         found.append(key)
-    return EngineKeys(*found, api_variable or API_VARIABLE, admin_variable or ADMIN_VARIABLE)
+    api, admin = found
+    return EngineKeys(api, admin, api_variable or API_VARIABLE, admin_variable or ADMIN_VARIABLE)
 
 
 def keys_in_flags(flags: Sequence[str], others: EngineKeys) -> EngineKeys:

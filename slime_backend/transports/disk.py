@@ -12,8 +12,9 @@ import asyncio
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.transports.base import Refused
@@ -159,9 +160,9 @@ class DiskTransport(_FromDisk):
         await self._load(client, self.root / version)
 
 
-async def _awaited(function: object, *args: object) -> None:
+async def _awaited(function: Callable[..., object], *args: Any) -> None:
     """Run `function` on a thread and wait for its end even if this task is cancelled: a thread can't be stopped."""
-    work = asyncio.ensure_future(asyncio.to_thread(function, *args))  # type: ignore[arg-type]
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args))
     cancelled = False
     while not work.done():
         try:
