@@ -60,7 +60,7 @@ def read_keys(
     Raises KeyMissing for a variable that is named and not set, and for what can't be a key.
     """
     environment = os.environ if environment is None else environment
-    found = []
+    found: list[str] = []
     for named, usual in ((api_variable, API_VARIABLE), (admin_variable, ADMIN_VARIABLE)):
         key = environment.get(named or usual, "").strip()
         if named and not key:

@@ -255,7 +255,10 @@ def test_a_cancelled_prepare_leaves_neither_thread_nor_version(sources, tmp_path
         async with fake_fleet(1) as (fleet, engines):
             work = asyncio.create_task(publish(fleet, DiskTransport(source, tmp_path), "v1"))
             await asyncio.to_thread(source.writing.wait, 30)
-            work.cancel()
+            for _ in range(3):  # also a second and third Ctrl-C
+                work.cancel()
+                await asyncio.wait({work}, timeout=0.05)
+            assert not work.done()  # it waits for the thread
             source.go_on.set()
             with pytest.raises(asyncio.CancelledError):
                 await work

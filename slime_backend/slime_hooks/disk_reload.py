@@ -32,9 +32,12 @@ class DiskReload:
         """Raises CheckpointUnfit for a directory that the engines would load in part, or that would end them."""
         if self._pull is not None:
             await asyncio.gather(*(self._bring(client.name, self._pull) for client in clients))
-        if Path(self._directory).is_dir():  # on this host as well; elsewhere the engines alone see it
+        directory = Path(self._directory)
+        if directory.is_dir() and any(
+            directory.iterdir()
+        ):  # without the file system it may be an empty mount point here
             served = ServedModels()
-            found = await asyncio.to_thread(read_checkpoint, Path(self._directory))
+            found = await asyncio.to_thread(read_checkpoint, directory)
             await served.check(found, (await served.infos(clients)).values())
 
     async def _bring(self, name: str, version: int) -> None:

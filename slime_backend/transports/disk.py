@@ -14,6 +14,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.transports.base import Refused
@@ -159,7 +160,7 @@ class DiskTransport(_FromDisk):
         await self._load(client, self.root / version)
 
 
-async def _awaited(function: Callable[..., object], *args: object) -> None:
+async def _awaited(function: Callable[..., object], *args: Any) -> None:
     """Run `function` on a thread and wait for its end even if this task is cancelled: a thread can't be stopped."""
     work = asyncio.ensure_future(asyncio.to_thread(function, *args))
     cancelled = False
