@@ -56,7 +56,14 @@ def export(run_dir: Path, store_url: str | None) -> str:
 async def _serve(settings: RunConfig, config: GatewayConfig, as_json: bool) -> None:
     clients: list[EngineClient] = []
     try:
-        fleet = await join_engines(settings.policy, config.engines, clients)
+        fleet = await join_engines(
+            settings.policy,
+            config.engines,
+            clients,
+            keys=settings.engine_keys,
+            deadlines=settings.deadlines,
+            wait_s=settings.engine_wait_s,
+        )
         model = await _tokenizer_directory(settings, clients[0])
         await _run(settings, config, fleet, model, as_json)
     finally:

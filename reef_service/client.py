@@ -5,7 +5,7 @@
     ... train, save ...
     client.ack(batch.lease)
 
-Blocking, standard library only: it runs inside trainers.
+Blocking, the standard library and pure functions of ours only: it runs inside trainers.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from slime_backend.provenance.sampling_params import not_trainable
 
 TRIES, WAIT_S, MAX_WAIT_S = 8, 0.5, 10.0
 LEASE_GONE = 409
@@ -53,6 +56,36 @@ class Sample:
     spans: list[dict[str, Any]]
     receipts: list[str]
     finish_reason: str
+    # Each turn's receipt, start and end over `response_ids`, temperature, and the sampling parameters that change the
+    # distribution; empty from a gateway that doesn't give them.
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def not_trainable(self) -> dict[str, int]:
+        """Why some turns' tokens have no importance weight (greedy, penalties, ...) -> how many tokens."""
+        found: Counter[str] = Counter()
+        for turn in self.turns:
+            reason = not_trainable(turn["temperature"], turn["sampling"])
+            if reason:
+                found[reason] += turn["end"] - turn["start"]
+        return dict(found)
+
+    @property
+    def trainable_mask(self) -> list[int]:
+        """`loss_mask` without the tokens that are `not_trainable`."""
+        mask = list(self.loss_mask)
+        for turn in self.turns:
+            if not_trainable(turn["temperature"], turn["sampling"]):
+                mask[turn["start"] : turn["end"]] = [0] * (turn["end"] - turn["start"])
+        return mask
+
+    @property
+    def temperatures(self) -> list[float]:
+        """What each token of the response was sampled at; 1 where the gateway doesn't say, and where nothing was."""
+        found = [1.0] * len(self.response_ids)
+        for turn in self.turns:
+            found[turn["start"] : turn["end"]] = [float(turn["temperature"])] * (turn["end"] - turn["start"])
+        return found
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Sample:

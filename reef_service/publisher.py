@@ -18,9 +18,10 @@ from reef_service.errors import ApiError
 from reef_service.metrics import Metrics
 from reef_service.store import Store
 from slime_backend.engine_client import EngineClient
-from slime_backend.fleet import Fleet
+from slime_backend.fleet import Fleet, VersionTaken
 from slime_backend.publication import PublicationError, PublicationReport, publish
-from slime_backend.transports import CheckpointTransport, Transport
+from slime_backend.transports import CheckpointTransport, Refused, Transport, refused_by
+from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ class GatedTransport:
     async def load(self, client: EngineClient, version: str) -> None:
         await self.inner.load(client, version)
 
+    def why_not(self, client: EngineClient) -> Refused | None:
+        return refused_by(self.inner, client)
+
     async def close(self) -> None:
         await self.inner.close()
 
@@ -53,9 +57,9 @@ class Publisher:
         self._one_at_a_time = asyncio.Lock()
 
     async def publish_checkpoint(self, checkpoint: Path, version: str) -> PublicationReport:
-        """Raises ApiError: 400 for a directory without a model, 409 for a version that was used, 502 where no engine
-        reached it. Goes on to its end also if the caller is cancelled."""
-        return await asyncio.shield(self._publish(CheckpointTransport(checkpoint), version, checkpoint))
+        """Raises ApiError: 400 for a checkpoint that the engines can't load as it is, 409 for a version that was used,
+        502 where no engine reached it. Goes on to its end also if the caller is cancelled."""
+        return await asyncio.shield(self._publish(CheckpointTransport(checkpoint, finite=True), version, checkpoint))
 
     async def _publish(self, transport: Transport, version: str, checkpoint: Path) -> PublicationReport:
         async with self._one_at_a_time:
@@ -64,6 +68,10 @@ class Publisher:
             gated = GatedTransport(transport, self.gate)
             try:
                 report = await publish(self.fleet, gated, version)
+            except CheckpointUnfit as error:
+                raise ApiError(400, str(error), code="checkpoint_unfit", param="checkpoint") from error
+            except VersionTaken as error:
+                raise ApiError(409, str(error)) from error
             except OSError as error:  # of the checkpoint: nothing else of a publication reads files
                 raise ApiError(400, f"the checkpoint can't be read: {str(error)[:300]}", param="checkpoint") from error
             except PublicationError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from reef_service.client import Batch, BatchClient, Sample
+from slime_backend.provenance.sampling_params import not_trainable as why_not_trainable
 
 LEASE_S = 6 * 3600.0
 WAIT_S = 24 * 3600.0
@@ -32,7 +33,8 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     batch = take(client, args, rollout_id)
     assert batch.lease is not None
     _leases[rollout_id] = batch.lease
-    return RolloutFnTrainOutput(samples=to_groups(args, batch, rollout_id), metrics=metrics_of(batch))
+    metrics = metrics_of(batch, rollout_temperature(args))
+    return RolloutFnTrainOutput(samples=to_groups(args, batch, rollout_id), metrics=metrics)
 
 
 def make_client(args: Any) -> BatchClient:
@@ -76,22 +78,42 @@ def take(client: BatchClient, args: Any, rollout_id: int) -> Batch:
 def to_groups(args: Any, batch: Batch, rollout_id: int) -> list[list[Any]]:
     size = args.n_samples_per_prompt
     first = rollout_id * len(batch.samples)
-    made = [to_slime(sample, first + i, (first + i) // size) for i, sample in enumerate(batch.samples)]
+    temperature = rollout_temperature(args)
+    made = [to_slime(sample, first + i, (first + i) // size, temperature) for i, sample in enumerate(batch.samples)]
     return [made[i : i + size] for i in range(0, len(made), size)]
 
 
-def to_slime(sample: Sample, index: int, group: int) -> Any:
-    """One trajectory as slime's Sample: all that follows the first prompt is response, masked where not sampled."""
+def rollout_temperature(args: Any) -> float:
+    """What slime's trainer divides all logits by (slime/backends/megatron_utils/loss.py)."""
+    return float(getattr(args, "rollout_temperature", 1.0))
+
+
+def not_trainable(sample: Sample, temperature: float) -> dict[str, tuple[int, int]]:
+    """Receipt of a turn that slime can't compute the log-probs of -> its tokens: greedy, penalties, grammars, another
+    temperature than slime's own."""
+    return {
+        turn["receipt"]: (turn["start"], turn["end"])
+        for turn in sample.turns
+        if why_not_trainable(turn["temperature"], turn["sampling"]) or turn["temperature"] != temperature
+    }
+
+
+def to_slime(sample: Sample, index: int, group: int, temperature: float = 1.0) -> Any:
+    """One trajectory as slime's Sample: all that follows the first prompt is response, masked where it wasn't sampled or
+    isn't trainable."""
     from slime.utils.types import Sample as SlimeSample
 
     cut = sample.finish_reason == "length"
+    mask = list(sample.loss_mask)
+    for start, end in not_trainable(sample, temperature).values():
+        mask[start:end] = [0] * (end - start)
     return SlimeSample(
         group_index=group,
         index=index,
         tokens=[*sample.prompt_ids, *sample.response_ids],
         response_length=len(sample.response_ids),
         reward=sample.score,
-        loss_mask=sample.loss_mask,
+        loss_mask=mask,
         rollout_log_probs=sample.logprobs,
         weight_versions=[str(span["version"]) for span in sample.spans],
         status=SlimeSample.Status.TRUNCATED if cut else SlimeSample.Status.COMPLETED,
@@ -100,9 +122,11 @@ def to_slime(sample: Sample, index: int, group: int) -> Any:
     )
 
 
-def metrics_of(batch: Batch) -> dict[str, float]:
+def metrics_of(batch: Batch, temperature: float = 1.0) -> dict[str, float]:
     lags = [sample.lag for sample in batch.samples if sample.lag is not None]
     found = {"reef/version_lag_mean": sum(lags) / len(lags), "reef/version_lag_max": max(lags)} if lags else {}
+    left_out = [span for sample in batch.samples for span in not_trainable(sample, temperature).values()]
+    found["reef/tokens_not_trainable"] = sum(end - start for start, end in left_out)
     for name in ("pure", "recomputed", "mixed", "carried"):
         found[f"reef/class_{name}"] = sum(sample.rollout_class == name for sample in batch.samples)
     return found

@@ -1,20 +1,18 @@
-"""Looks at every engine again and again: retires what no longer answers, admits what has come back, and remembers what
-the engines count, for the page and for /metrics."""
+"""Looks at every engine again and again: retires what no longer answers, takes out of routing what isn't the engine
+that was confirmed, admits what has come back, and remembers what the engines count, for the page and for /metrics."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from slime_backend.engine_client import EngineError
-from slime_backend.fleet import Fleet, FleetError, Member, admit
+from slime_backend.fleet import Fleet, Member, readmit_retired
+from slime_backend.liveness import compare, look
 from slime_backend.provenance.records import RolloutRecord
 
-log = logging.getLogger(__name__)
-MISSES = 3  # looks without an answer until an engine is retired
+MISSES = 3  # looks at an engine that is gone (liveness.py) until an engine is retired
 HITS_OF = 256  # the last admissions that a hit rate is of
 
 
@@ -40,6 +38,8 @@ class Watch:
             # Not during a publication: it has its own view of every engine, and a paused one isn't a dead one.
             if not self.fleet.publishing.locked():
                 await asyncio.gather(*(self._look(m) for m in list(self.fleet.members.values())))
+                if not self.fleet.publishing.locked():
+                    await readmit_retired(self.fleet)
 
     def turn(self, record: RolloutRecord) -> None:
         seen = self.seen.setdefault(record.engine, Seen())
@@ -51,21 +51,16 @@ class Watch:
 
     async def _look(self, member: Member) -> None:
         seen = self.seen.setdefault(member.name, Seen())
-        try:
-            reports = await member.client.reports()
-        except EngineError as error:
-            seen.misses += 1
-            if seen.misses == MISSES and member.status != "retired":
-                self.fleet.retire(member, f"it doesn't answer: {error.seen}")
+        found = await look(member.client, looks=1)
+        if found.reports:
+            seen.kv, seen.at = [asdict(r.kv) for r in found.reports], time.time()
+        seen.misses = seen.misses + 1 if found.life == "gone" else 0
+        if member.held or member.status == "retired":
             return
-        seen.kv, seen.at, seen.misses = [asdict(r.kv) for r in reports], time.time(), 0
-        if member.status == "retired" and not self.fleet.publishing.locked():
-            try:
-                await admit(self.fleet, member.client)
-            except (FleetError, EngineError) as error:
-                member.reason = f"{member.reason.split(' (not admitted again')[0]} (not admitted again: {error})"
-            else:
-                log.warning("%s is back and was admitted again", member.name)
+        if seen.misses >= MISSES:
+            self.fleet.retire(member, f"it doesn't answer: {found.seen}")
+        elif found.life == "alive":
+            await compare(self.fleet, member, found)
 
     def _engine(self, member: Member) -> dict[str, Any]:
         seen = self.seen.get(member.name, Seen())

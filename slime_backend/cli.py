@@ -221,6 +221,16 @@ def report(
 Engines = Annotated[list[str], typer.Option("--engine", metavar="URL", help="an engine's base URL; repeat for more")]
 Sharing = Annotated[str, typer.Option("--disjoint-prefix-sharing", metavar="MODE", help="off, retract or scoped")]
 Layout = Annotated[str, typer.Option("--layout", help="disjoint or colocated")]
+DeadlineS = Annotated[float, typer.Option(min=0.1, metavar="S", help="as the key of that name; see docs/runs.md")]
+ApiKeyEnv = Annotated[
+    str,
+    typer.Option(
+        "--api-key-env", metavar="NAME", help="the variable with the engines' --api-key; REEF_SLIME_ENGINE_API_KEY"
+    ),
+]
+AdminKeyEnv = Annotated[
+    str, typer.Option("--admin-api-key-env", metavar="NAME", help="likewise; REEF_SLIME_ENGINE_ADMIN_API_KEY")
+]
 Allow = Annotated[list[str] | None, typer.Option("--allow-kv-holder", metavar="NAME", help="see docs/kv-holders.md")]
 
 
@@ -232,13 +242,37 @@ def publish(
     sharing: Sharing = "retract",
     layout: Layout = "disjoint",
     allow: Allow = None,
+    deadline_pause_s: DeadlineS = 15.0,
+    deadline_flush_s: DeadlineS = 30.0,
+    deadline_load_s: DeadlineS = 600.0,
+    deadline_control_s: DeadlineS = 10.0,
+    compare: Annotated[
+        bool, typer.Option(help="with the names, shapes and dtypes of the model that the engines were started with")
+    ] = True,
+    finite: Annotated[bool, typer.Option("--check-finite/--no-check-finite", help="read all of it for NaN")] = True,
+    api_key_env: ApiKeyEnv = "",
+    admin_api_key_env: AdminKeyEnv = "",
     as_json: AsJson = False,
 ) -> None:
     """One verified publication to running engines. Exit code 1 if any engine isn't confirmed at the new version."""
     from slime_backend.cli_engines import print_report, publish_checkpoint
+    from slime_backend.engine_client import Deadlines
 
     policy = decide(layout, sharing)  # type: ignore[arg-type]
-    report = event_loop.run_until_signal(publish_checkpoint(policy, engine, checkpoint, version, _holders(allow)))
+    deadlines = Deadlines(deadline_pause_s, deadline_flush_s, deadline_load_s, deadline_control_s)
+    report = event_loop.run_until_signal(
+        publish_checkpoint(
+            policy,
+            engine,
+            checkpoint,
+            version,
+            _holders(allow),
+            deadlines,
+            compare=compare,
+            finite=finite,
+            keys=_keys(api_key_env, admin_api_key_env),
+        )
+    )
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:
@@ -253,13 +287,15 @@ def doctor(
     sharing: Sharing = "retract",
     layout: Layout = "disjoint",
     allow: Allow = None,
+    api_key_env: ApiKeyEnv = "",
+    admin_api_key_env: AdminKeyEnv = "",
     as_json: AsJson = False,
 ) -> None:
     """Try pause, flush, scope and label on running SGLang servers; exit code 1 if the policy isn't safe on one."""
     from slime_backend.cli_engines import examine, print_diagnosis
 
     policy = decide(layout, sharing)  # type: ignore[arg-type]
-    diagnoses = event_loop.run_until_signal(examine(engine, _holders(allow)))
+    diagnoses = event_loop.run_until_signal(examine(engine, _holders(allow), _keys(api_key_env, admin_api_key_env)))
     if as_json:
         typer.echo(
             json.dumps(
@@ -281,6 +317,15 @@ def doctor(
             print_diagnosis(diagnosis, policy)
     if any(d.unsafe_for(policy) for d in diagnoses):
         raise typer.Exit(1)
+
+
+def _keys(api_variable: str, admin_variable: str) -> Any:
+    from slime_backend.engine_keys import KeyMissing, read_keys
+
+    try:
+        return read_keys(api_variable, admin_variable)
+    except KeyMissing as error:
+        raise ConfigError(str(error)) from error
 
 
 def _holders(names: list[str] | None) -> frozenset[str]:
@@ -318,6 +363,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     from slime_backend.engine_client import EngineError
     from slime_backend.engine_process import EngineStartError, PortOccupiedError
     from slime_backend.fleet import FleetError
+    from slime_backend.planner.measured import MeasurementError
     from slime_backend.planner.traffic import PlanError
     from slime_backend.policy import PolicyError
     from slime_backend.provenance.errors import AuditError, LedgerError, RecordError, ReportError, StalenessError
@@ -327,6 +373,7 @@ def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseE
     usage = (ConfigError, PolicyError, PlanError)
     failures: tuple[type[BaseException], ...] = (
         BenchError,
+        MeasurementError,
         EngineError,
         EngineStartError,
         PortOccupiedError,

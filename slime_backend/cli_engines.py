@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from slime_backend.doctor import Diagnosis, diagnose
-from slime_backend.engine_client import EngineClient
-from slime_backend.fleet import Fleet, admit
+from slime_backend.engine_client import Deadlines, EngineClient
+from slime_backend.engine_keys import EngineKeys
+from slime_backend.fleet import Fleet, VersionTaken, admit
 from slime_backend.policy import Policy
 from slime_backend.publication import PublicationReport
 from slime_backend.publication import publish as run_publication
@@ -20,25 +21,45 @@ from slime_backend.transports import CheckpointTransport
 
 
 async def publish_checkpoint(
-    policy: Policy, urls: Sequence[str], checkpoint: Path, version: str, allow: frozenset[str]
+    policy: Policy,
+    urls: Sequence[str],
+    checkpoint: Path,
+    version: str,
+    allow: frozenset[str],
+    deadlines: Deadlines | None = None,
+    *,
+    compare: bool = True,
+    finite: bool = True,
+    keys: EngineKeys | None = None,
 ) -> PublicationReport:
     """Admit the engines, whatever version each is at, and publish to all of them.
 
     An engine that a dead publisher left paused is taken along: the publication ends with every engine resumed.
+    `compare`, `finite`: as CheckpointTransport's. Raises VersionTaken, CheckpointUnfit before anything is paused.
     """
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(EngineClient(url)) for url in dict.fromkeys(urls)]
-        current = await clients[0].weight_version()
-        fleet = Fleet(policy, current or "unknown", allow)
+        clients = [
+            await stack.enter_async_context(EngineClient(url, keys=keys, deadlines=deadlines))
+            for url in dict.fromkeys(urls)
+        ]
+        labels = await asyncio.gather(*(client.weight_version() for client in clients))
+        for client, label in zip(clients, labels, strict=True):
+            if label == version:
+                raise VersionTaken(
+                    f"version {version!r} is taken: {client.name} serves weights of that name; give --version a name "
+                    "that wasn't used"
+                )
+        fleet = Fleet(policy, labels[0] or "unknown", allow)
         for client in clients:
             await admit(fleet, client)
-        return await run_publication(fleet, CheckpointTransport(checkpoint), version)
+        transport = CheckpointTransport(checkpoint, compare=compare, finite=finite)
+        return await run_publication(fleet, transport, version)
 
 
-async def examine(urls: Sequence[str], allow: frozenset[str]) -> list[Diagnosis]:
+async def examine(urls: Sequence[str], allow: frozenset[str], keys: EngineKeys | None = None) -> list[Diagnosis]:
     """Diagnose all engines at once."""
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(EngineClient(url)) for url in dict.fromkeys(urls)]
+        clients = [await stack.enter_async_context(EngineClient(url, keys=keys)) for url in dict.fromkeys(urls)]
         return list(await asyncio.gather(*(diagnose(client, allow) for client in clients)))
 
 

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from slime_backend.engine_client import Deadlines
+from slime_backend.engine_keys import EngineKeys, KeyMissing, keys_in_flags, read_keys, without_keys
 from slime_backend.engine_plugin import check_names
 from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.policy import AskedSharing, Layout, Policy, PolicyError, decide
@@ -51,14 +53,24 @@ class RunConfig(BaseModel):
     skip_tokenizer: bool = True
     hooks: list[str] = Field(default_factory=lambda: list(RUN_HOOKS))
     engine_flags: list[str] = Field(default_factory=list, description="further flags of sglang.launch_server")
+    engine_api_key_env: str = Field("", description="the environment variable with the engines' --api-key")
+    engine_admin_api_key_env: str = Field("", description="the same for --admin-api-key")
     engine_ready_s: float = Field(300, gt=0)
+    engine_wait_s: float = Field(60, gt=0, description="how long a request waits while no engine can take it")
+    deadline_pause_s: float = Field(15, gt=0, description="of one engine's pause; also of the proof that it took it")
+    deadline_flush_s: float = Field(30, gt=0, description="of the flush after a retract, with its retries")
+    deadline_load_s: float = Field(600, gt=0, description="of loading one version, and of a weight session's ends")
+    deadline_control_s: float = Field(10, gt=0, description="of a label, a resume, a report")
+    deadline_generate_s: float = Field(3600, gt=0, description="of one request, or of a piece of a stream")
 
     task: Literal["character_kinds", "bare_sums"] = "character_kinds"
     steps: int = Field(16, ge=1)
     groups_per_step: int = Field(9, ge=1)
     samples_per_group: int = Field(8, ge=2)
     groups_ahead: int = Field(9, ge=0, description="groups that may be generated beyond the batch being trained")
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(
+        1.0, ge=1e-6, allow_inf_nan=False, description="under 1e-6 is greedy: nothing to train on"
+    )
     learning_rate: float = Field(1e-2, gt=0)
     ratio_bound: float = Field(2.0, ge=1)
     staleness: StalenessPolicy = Field("correct", description="what happens to tokens over max_version_lag")
@@ -73,8 +85,16 @@ class RunConfig(BaseModel):
         1, ge=1, le=64, description="of trainer=deepspeed; each trains on its share of a batch"
     )
     trainer_threads: int = Field(1, ge=1, description="of each process")
+    trainer_device: str | None = Field(
+        None,
+        pattern=r"^(cpu|cuda|cuda:[0-9]+)$",
+        description="of trainer=torch; none: a GPU of its own behind the engines' with device=cuda, else the CPU",
+    )
 
     rollouts_segment_mib: float = Field(16, gt=0, description="of rollouts.jsonl, before it becomes a Parquet segment")
+    keep_versions: int | None = Field(
+        None, ge=2, description="checkpoints of older versions are removed once nothing needs them; none: all are kept"
+    )
     audit_rollouts: int = Field(240, ge=0, description="rollouts to audit; 0: none")
     audit_tolerance: float = Field(1e-4, gt=0)
     audit_beside: bool = Field(False, description="audit in a process beside the training instead of at the end")
@@ -98,6 +118,15 @@ class RunConfig(BaseModel):
             raise ValueError(
                 f"trainer_processes={self.trainer_processes} needs trainer=deepspeed; trainer={self.trainer} has one"
             )
+        if self.device.startswith("cuda") and self.device != "cuda":
+            raise ValueError(f"device={self.device}: give cuda; each engine is given GPUs of its own")
+        if self.trainer == "deepspeed" and (self.trainer_device or "cpu") != "cpu":
+            raise ValueError(f"trainer_device={self.trainer_device}: trainer=deepspeed trains on the CPU; leave it out")
+        if any(flag.partition("=")[0] == "--preferred-sampling-params" for flag in self.engine_flags):
+            raise ValueError(
+                "engine_flags has --preferred-sampling-params, which changes how rollouts are sampled behind the "
+                "trainer's back; leave it out and set temperature"
+            )
         # Raises PolicyError, a ValueError. What auto is resolved to is checked then; scoped asks the least.
         policy = decide(self.layout, "scoped") if self.disjoint_prefix_sharing == "auto" else self.policy
         if self.layout == "colocated":
@@ -119,6 +148,29 @@ class RunConfig(BaseModel):
     def policy(self) -> Policy:
         """Raises PolicyError while the sharing is `auto`: local_trainer/auto_sharing.py resolves it first."""
         return decide(self.layout, self.disjoint_prefix_sharing)  # type: ignore[arg-type]
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return Deadlines(
+            pause=self.deadline_pause_s,
+            flush=self.deadline_flush_s,
+            load=self.deadline_load_s,
+            control=self.deadline_control_s,
+            generate=self.deadline_generate_s,
+        )
+
+    @property
+    def engine_keys(self) -> EngineKeys:
+        """Of the engines, wherever they were started. Raises ConfigError for a variable that isn't set."""
+        try:
+            read = read_keys(self.engine_api_key_env, self.engine_admin_api_key_env)
+        except KeyMissing as error:
+            raise ConfigError(str(error)) from error
+        return keys_in_flags(self.engine_flags, read)
+
+    def to_record(self) -> dict[str, Any]:
+        """What may be written down: without keys of engines."""
+        return {**self.model_dump(), "engine_flags": without_keys(self.engine_flags)}
 
     @property
     def engine_hooks(self) -> tuple[str, ...]:

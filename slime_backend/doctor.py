@@ -1,18 +1,20 @@
 """What holds on a running SGLang server, found by trying it: pause, flush, scope, label, spans.
 
-Works on any server, with or without our plugin, since each check watches behaviour from outside: whether a paused
-request stands still, what `cached_tokens` says of the same prompt before and after. It pauses the server for moments,
-flushes its cache, and puts its label back; weights are not touched. Don't run it on a server that others measure.
+Works on any server, with or without our plugin, since each check watches behaviour from outside: whether a streamed
+request gets tokens while paused, what `cached_tokens` says of the same prompt before and after. It pauses the server
+for moments, flushes its cache, and puts its label back; weights are not touched. Don't run it on a server that others
+measure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slime_backend.engine_client import EngineClient, EngineError, EngineProtocolError, EngineRefused
@@ -25,7 +27,10 @@ Verdict = Literal["holds", "does not hold", "not applicable", "unknown"]
 PROMPT = 256  # tokens of a probe; long enough for any page size
 LONG = 2000  # tokens of a request that must still be running when it is paused
 ENDS_S = 120.0  # for the rest of a long request, after the resume
-STILL_S = 0.5  # how long a paused request is watched
+STILL_S = 0.5  # how long a paused request must get no token, at least
+STILL_GAPS = 5  # and how many times the longest gap between two of its events while it ran
+EVENTS = 4  # of a stream, before its gaps are known
+SETTLES_S = 10.0  # tokens that were sampled before the pause have arrived by then
 TOKEN_IDS = range(5, 200)  # ids that every vocabulary has
 
 
@@ -142,14 +147,40 @@ async def _ask(client: EngineClient, ids: list[int], tokens: int = 1, rid: str |
     return meta
 
 
+@dataclass(slots=True)
+class Flight:
+    """A streamed request: how many tokens have come, and when each event came."""
+
+    tokens: int = 0
+    events: list[float] = field(default_factory=list)  # monotonic seconds
+
+    @property
+    def longest_gap(self) -> float:
+        return max((b - a for a, b in zip(self.events, self.events[1:], strict=False)), default=0.0)
+
+    async def follow(self, client: EngineClient, ids: list[int], rid: str) -> dict[str, Any]:
+        """Send the request and count what comes. Returns the last event's meta_info."""
+        sampling = {"max_new_tokens": LONG, "temperature": 0.0, "ignore_eos": True}
+        meta: dict[str, Any] = {}
+        async with client.generate_stream({"input_ids": ids, "sampling_params": sampling, "rid": rid}) as stream:
+            async for answers in stream.answers():
+                meta = answers[-1]["meta_info"]
+                self.tokens = int(meta["completion_tokens"])
+                self.events.append(time.monotonic())
+        return meta
+
+
 @asynccontextmanager
-async def _flying(client: EngineClient) -> AsyncIterator[asyncio.Task[dict[str, Any]]]:
-    """One long request in flight; ended, it alone, when the block is left."""
+async def _flying(client: EngineClient) -> AsyncIterator[tuple[asyncio.Task[dict[str, Any]], Flight]]:
+    """One long request that gets tokens, unless its task is done; ended, it alone, when the block is left."""
     rid = uuid.uuid4().hex
-    task = asyncio.create_task(_ask(client, _prompt(), LONG, rid))
+    flight = Flight()
+    task = asyncio.create_task(flight.follow(client, _prompt(), rid))
     try:
-        await asyncio.sleep(STILL_S)
-        yield task
+        async with asyncio.timeout(ENDS_S):
+            while len(flight.events) < EVENTS and not task.done():
+                await asyncio.sleep(0.005)
+        yield task, flight
     finally:
         if not task.done():
             task.cancel()
@@ -163,20 +194,40 @@ async def _cached(client: EngineClient, ids: list[int]) -> int:
 
 
 async def _pause_stands_still(client: EngineClient, mode: Literal["retract", "in_place"]) -> tuple[bool, str]:
-    """A long request is paused: it must neither end nor be lost, and end whole after the resume."""
-    async with _flying(client) as flying:
+    """A long request is streamed and paused: no token may come then, and all of them after the resume."""
+    async with _flying(client) as (flying, flight):
         if flying.done():
             flying.result()  # it was refused: that is the finding
             return False, f"the probe of {LONG} tokens ended before it could be paused"
         await client.pause(mode)
-        await asyncio.sleep(STILL_S)
-        moved = flying.done()
+        at_pause = flight.tokens
+        still = await _falls_silent(flying, flight)
+        during, ended = flight.tokens - at_pause, flying.done()
         await client.resume()
-        if moved:
-            return False, f"the request ended while paused: {flying.result()['finish_reason']}"
+        if ended:
+            return False, f"the request ended while paused: {flying.result().get('finish_reason')}"
+        if not still:
+            return False, f"the request went on while paused: {during} tokens in {SETTLES_S:g} s"
         meta = await asyncio.wait_for(flying, ENDS_S)
-        whole = meta["completion_tokens"] == LONG
-        return whole, f"stood still, then ended with {meta['completion_tokens']} of {LONG} tokens"
+        complete = meta["completion_tokens"] == LONG
+        return complete, f"no token while paused, then {meta['completion_tokens']} of {LONG} tokens"
+
+
+async def _falls_silent(flying: asyncio.Task[dict[str, Any]], flight: Flight) -> bool:
+    """Whether, before SETTLES_S have passed, no event comes for so long that a running request would have had several.
+
+    Tokens that were sampled before the pause reached the scheduler may still arrive at first.
+    """
+    silence = max(STILL_S, STILL_GAPS * flight.longest_gap)
+    until = time.monotonic() + max(SETTLES_S, 2 * silence)
+    seen, since = len(flight.events), time.monotonic()
+    while time.monotonic() < until and not flying.done():
+        if len(flight.events) != seen:
+            seen, since = len(flight.events), time.monotonic()
+        if time.monotonic() - since > silence:
+            return True
+        await asyncio.sleep(0.01)
+    return False
 
 
 async def _retract_pause(client: EngineClient) -> tuple[bool, str]:
@@ -221,7 +272,7 @@ async def _label(client: EngineClient) -> tuple[bool, str]:
 async def _spans(client: EngineClient) -> tuple[bool, str]:
     names = [f"doctor-{uuid.uuid4().hex[:8]}" for _ in range(2)]
     await client.label(names[0])
-    async with _flying(client) as flying:
+    async with _flying(client) as (flying, _):
         await client.label(names[1])
         meta = await asyncio.wait_for(flying, ENDS_S)
     spans = meta.get(SAMPLED_SPANS_KEY)

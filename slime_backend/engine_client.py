@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from slime_backend.engine_keys import EngineKeys
 from slime_backend.http_channel import HttpChannel, Stream
 from slime_backend.policy import PauseMode
 from slime_backend.wire import REPORT_KEY, REPORTS_PATH, SchedulerReport, WireError
@@ -23,6 +24,9 @@ except ImportError:
     fast_loads = json.loads  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
+SERVER_PATHS = frozenset({"/model_info", "/get_model_info"})  # answered without the schedulers
+END_SESSION = "/end_weight_update"
+BUSY_STATUSES = frozenset({408, 425, 429})  # request timeout, too early, too many requests: nobody's fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +35,8 @@ class Deadlines:
 
     pause: float = 15.0  # an abort pause polls once a second until the running requests are gone
     flush: float = 30.0  # includes the retries while an overlapped batch drains
-    load: float = 600.0
-    control: float = 10.0  # label, resume, evidence, session calls
+    load: float = 600.0  # also the begin and the end of a weight session, which may process all weights
+    control: float = 10.0  # label, resume, evidence
     generate: float = 3600.0
 
 
@@ -55,9 +59,29 @@ class EngineTimeout(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine answered and said no."""
+    """The engine answered and said no.
+
+    `status` is the HTTP status, None for a refusal inside an answer 200. `retry_after_s` is what the header Retry-After
+    asks for, where it is given in seconds.
+    """
 
     took_effect = False
+
+    def __init__(
+        self, engine: str, call: str, seen: str, *, status: int | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(engine, call, seen)
+        self.status, self.retry_after_s = status, retry_after_s
+
+    @property
+    def for_now(self) -> bool:
+        """Whether the engine refuses at this moment (overloaded, starting, stopping), not this request."""
+        return self.status is not None and (self.status >= 500 or self.status in BUSY_STATUSES)
+
+    @property
+    def own_fault(self) -> bool:
+        """Whether the request itself is wrong, so that no engine would take it."""
+        return self.status is not None and 400 <= self.status < 500 and self.status not in BUSY_STATUSES
 
 
 class EngineProtocolError(EngineError):
@@ -77,12 +101,23 @@ class EngineClient:
     await client.close()
     """
 
-    def __init__(self, url: str, *, name: str | None = None, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str | None = None,
+        deadlines: Deadlines | None = None,
+        keys: EngineKeys | None = None,
+    ) -> None:
+        """`keys`: what an engine with --api-key or --admin-api-key wants with each call."""
         self.url = url.rstrip("/")
         self.name = name or self.url
         self.deadlines = deadlines or Deadlines()
-        self._channel = HttpChannel(self.url)
+        self._keys = keys or EngineKeys()
+        self._channel = HttpChannel(self.url, self._keys.header)
         self._serves_reports = True  # until it says that it has no such route
+        self.instances: frozenset[str] = frozenset()  # the scheduler processes that reported last
+        self.silent_since: float | None = None  # liveness.py: schedulers didn't answer since; time.monotonic()
 
     async def close(self) -> None:
         self._channel.close()
@@ -111,13 +146,18 @@ class EngineClient:
         what = f"{method} {path}"
         content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         try:
-            status, raw = await self._channel.request(method, path, content, seconds, repeatable=repeatable)
+            status, raw, retry_after = await self._channel.request(
+                method, path, content, seconds, repeatable=repeatable
+            )
         except TimeoutError as error:
             raise EngineTimeout(self.name, what, f"no answer within {seconds:g} s") from error
         except ConnectionError as error:
             raise EngineUnreachable(self.name, what, str(error)) from error
+        raw = self._keys.explained(status, path, raw)
         if status >= 400:
-            raise EngineRefused(self.name, what, f"HTTP {status}: {_one_line(raw.decode('utf-8', 'replace'))}")
+            raise _refused(self.name, what, status, raw, retry_after)
+        if path not in SERVER_PATHS:
+            self.silent_since = None
         try:
             parsed = fast_loads(raw)
         except ValueError:
@@ -142,27 +182,44 @@ class EngineClient:
     async def _get_either(self, path: str, older: str) -> Any:
         """GET `path`, or the name that it had before (both are served for a while, then only the new one)."""
         try:
-            return await self.call("GET", path)
+            return await self._read(path)
         except EngineRefused as error:
             if not _is_absent(error):
                 raise
-        return await self.call("GET", older)
+        return await self._read(older)
+
+    async def _read(self, path: str, deadline: float | None = None) -> Any:
+        """GET `path`, which changes nothing, so that it can be asked for once more where its answer is lost, or isn't
+        there after half of the deadline."""
+        return await self._asked_again("GET", path, deadline=deadline)
+
+    async def _asked_again(
+        self, method: str, path: str, *, body: Mapping[str, Any] | None = None, deadline: float | None = None
+    ) -> Any:
+        seconds = self.deadlines.control if deadline is None else deadline
+        try:
+            return await self.call(method, path, body=body, deadline=seconds / 2, repeatable=True)
+        except (EngineUnreachable, EngineTimeout):
+            return await self.call(method, path, body=body, deadline=seconds, repeatable=True)
 
     async def healthy(self, deadline: float = 2.0) -> bool:
+        """Whether SGLang's /health answers 200. A paused or loading engine's doesn't: see liveness.py."""
         try:
             await self.call("GET", "/health", deadline=deadline)
         except EngineError:
             return False
         return True
 
-    async def reports(self, info: Mapping[str, Any] | None = None) -> list[SchedulerReport]:
+    async def reports(
+        self, info: Mapping[str, Any] | None = None, *, deadline: float | None = None
+    ) -> list[SchedulerReport]:
         """Each data-parallel rank's own report, read out of `info` where that is given.
 
         Raises EngineProtocolError where the plugin isn't loaded.
         """
         if info is None and self._serves_reports:
             try:
-                return self._parsed(await self.call("GET", REPORTS_PATH), f"GET {REPORTS_PATH}")
+                return self._parsed(await self._read(REPORTS_PATH, deadline), f"GET {REPORTS_PATH}")
             except EngineRefused as error:
                 if not _is_absent(error):
                     raise
@@ -185,9 +242,11 @@ class EngineClient:
         if not isinstance(reports, list) or not reports:
             raise EngineProtocolError(self.name, call, "no reports")
         try:
-            return [SchedulerReport.from_json(report) for report in reports]
+            parsed = [SchedulerReport.from_json(report) for report in reports]
         except WireError as error:
             raise EngineProtocolError(self.name, call, str(error)) from error
+        self.instances = frozenset(r.instance_id for r in parsed)
+        return parsed
 
     # ---- publication --------------------------------------------------------------------------------------------
 
@@ -202,8 +261,12 @@ class EngineClient:
         await self.call("POST", "/flush_cache", deadline=self.deadlines.control if deadline is None else deadline)
 
     async def label(self, version: str) -> None:
-        """Name the weights that are loaded now, keeping the requests in flight."""
-        await self.call("POST", "/update_weight_version", body={"new_version": version, "abort_all_requests": False})
+        """Name the weights that are loaded now, keeping the requests in flight.
+
+        The same name twice is the same name, so it is sent again where the answer is lost, as a GET is.
+        """
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._asked_again("POST", "/update_weight_version", body=body)
 
     async def abort_all(self) -> None:
         await self.call("POST", "/abort_request", body={"abort_all": True})
@@ -212,38 +275,31 @@ class EngineClient:
         """End one request, known by the `rid` that it was sent with."""
         await self.call("POST", "/abort_request", body={"rid": rid})
 
-    async def load_from_disk(self, path: str) -> None:
-        """Load the Hugging Face checkpoint in `path`, visible to the engine; no flush, no label."""
-        await self.call(
-            "POST",
-            "/update_weights_from_disk",
-            body={"model_path": path, "flush_cache": False, "abort_all_requests": False},
-            deadline=self.deadlines.load,
-        )
+    async def load_from_disk(self, path: str, load_format: str | None = None) -> None:
+        """Load the Hugging Face checkpoint in `path`, visible to the engine; no flush, no label. `load_format`: where
+        it isn't the one that the engine was started with."""
+        body: dict[str, Any] = {"model_path": path, "flush_cache": False, "abort_all_requests": False}
+        if load_format is not None:
+            body["load_format"] = load_format
+        await self.call("POST", "/update_weights_from_disk", body=body, deadline=self.deadlines.load)
 
     @asynccontextmanager
     async def weight_session(self) -> AsyncIterator[None]:
         """The session that 0.5.23 demands around distributed and tensor updates; nothing on an engine that has no such
         endpoint (0.5.15.post1), where none is needed.
 
-        Its end has a load's deadline, since the engine may have to process the weights. After an error in the block the
-        engine is given up: its end may hang then, what it answers changes nothing, and the error goes on.
+        Begin and end have a load's deadline, since the engine may have to process the weights. After an error in the
+        block the engine is given up: its end may hang then, what it answers changes nothing, and the error goes on.
         """
-        try:
-            await self.call("POST", "/begin_weight_update", body={"selector": "all"})
-        except EngineRefused as error:
-            if not _is_absent(error):
-                raise
+        if not await _begin_weight_session(self):
             yield
             return
-        end = "/end_weight_update"
         try:
             yield
         except BaseException:
-            with suppress(EngineError):
-                await self.call("POST", end, body={}, deadline=self.deadlines.control)
+            await _give_up_weight_session(self)
             raise
-        await self.call("POST", end, body={}, deadline=self.deadlines.load)
+        await self.call("POST", END_SESSION, body={}, deadline=self.deadlines.load)
 
     async def join_weight_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, group: str, backend: str
@@ -308,15 +364,49 @@ class EngineClient:
         try:
             async with self._channel.stream("/generate", content, self.deadlines.generate) as stream:
                 if stream.status >= 400:
-                    text = b"\n".join([line async for lines in stream.lines() for line in lines]).decode(
-                        "utf-8", "replace"
-                    )
-                    raise EngineRefused(self.name, what, f"HTTP {stream.status}: {_one_line(text)}")
+                    answered = b"\n".join([line async for lines in stream.lines() for line in lines])
+                    text = self._keys.explained(stream.status, "/generate", answered)
+                    raise _refused(self.name, what, stream.status, text, stream.retry_after)
                 yield AnswerStream(self.name, stream)
         except TimeoutError as error:
             raise EngineTimeout(self.name, what, f"nothing within {self.deadlines.generate:g} s") from error
         except ConnectionError as error:
             raise EngineUnreachable(self.name, what, str(error)) from error
+
+
+async def _begin_weight_session(client: EngineClient) -> bool:
+    """Whether a session is open now; False where this SGLang has none.
+
+    A session outlives the publisher that opened it and refuses every later one (0.5.23,
+    scheduler_components/weight_updater.py:311): one that is found open is ended, and so is one of which it isn't
+    known whether it was opened.
+    """
+    try:
+        await _begin_once(client)
+    except EngineRefused as error:
+        if _is_absent(error):
+            return False
+        if "already open" not in error.seen:
+            raise
+        log.warning("%s: a weight session of an earlier publisher is open; it is ended", client.name)
+        await client.call("POST", END_SESSION, body={}, deadline=client.deadlines.load)
+        await _begin_once(client)
+    return True
+
+
+async def _begin_once(client: EngineClient) -> None:
+    try:
+        await client.call("POST", "/begin_weight_update", body={"selector": "all"}, deadline=client.deadlines.load)
+    except EngineRefused:
+        raise
+    except BaseException:  # its outcome is unknown, also after a cancellation
+        await _give_up_weight_session(client)
+        raise
+
+
+async def _give_up_weight_session(client: EngineClient) -> None:
+    with suppress(EngineError):
+        await client.call("POST", END_SESSION, body={}, deadline=client.deadlines.control)
 
 
 class AnswerStream:
@@ -366,7 +456,8 @@ class AnswerStream:
         if "error" in answer:
             fault = answer["error"]
             code = fault.get("code", 400) if isinstance(fault, dict) else 400
-            raise EngineRefused(self._engine, what, f"HTTP {code}: {_one_line(str(fault))}")
+            code = code if isinstance(code, int) else 400  # OpenAI's form has words here
+            raise _refused(self._engine, what, code, str(fault))
         if "meta_info" not in answer or "output_ids" not in answer:
             raise EngineProtocolError(self._engine, what, f"no output_ids or meta_info in {_one_line(str(answer))}")
         return answer  # type: ignore[no-any-return]
@@ -380,7 +471,13 @@ def _loads(data: bytes) -> Any:
 
 def _is_absent(error: EngineRefused) -> bool:
     """Whether the engine has no such endpoint."""
-    return error.seen.startswith("HTTP 404")
+    return error.status == 404
+
+
+def _refused(engine: str, call: str, status: int, content: bytes | str, retry_after: str = "") -> EngineRefused:
+    text = content.decode("utf-8", "replace") if isinstance(content, bytes) else content
+    seconds = float(retry_after) if retry_after.strip().isdecimal() else None  # a date is of no use without its clock
+    return EngineRefused(engine, call, f"HTTP {status}: {_one_line(text)}", status=status, retry_after_s=seconds)
 
 
 def _one_line(text: str, limit: int = 300) -> str:

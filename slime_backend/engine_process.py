@@ -31,9 +31,19 @@ LOOPBACK = "127.0.0.1"
 # Below those that the system gives to connections (Linux: ip_local_port_range, 32768 and up), low enough for SGLang
 # 0.5.15.post1, which puts its gRPC port 10000 above the HTTP port (server_args.py:2999).
 PORTS = range(20000, 32768)
+ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"  # log-probs at temperature 1, whatever was sampled at
+CPU_HOOKS = ("cpu_attention",)
 DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
 # What a run asks for: also what one SGLang or one kind of model needs, which reports "not needed" elsewhere.
-RUN_HOOKS = (*DEFAULT_HOOKS, "paused_sleep", "retract_frees", "retract_flush", "sampled_spans", "swa_anchors")
+RUN_HOOKS = (
+    *DEFAULT_HOOKS,
+    "paused_sleep",
+    "retract_frees",
+    "retract_flush",
+    "grammar_flush",
+    "sampled_spans",
+    "swa_anchors",
+)
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
@@ -90,8 +100,9 @@ class EngineSettings:
     hooks: Sequence[str] = DEFAULT_HOOKS
     threads: int = 1
     skip_tokenizer: bool = True
-    overlap_schedule: bool = False
+    overlap_schedule: bool = False  # on a CPU; elsewhere SGLang's default stands
     extra: Sequence[str] = ()  # further flags of sglang.launch_server
+    devices: Sequence[str] = ()  # the GPUs that it sees, by their names in CUDA_VISIBLE_DEVICES; none: all, or a CPU
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, port: int, nccl_port: int) -> list[str]:
@@ -122,13 +133,31 @@ class EngineSettings:
             command += ["--mem-fraction-static", "0.2"]
             # Without it an idle scheduler spins on a core that the trainer or another engine needs.
             command.append("--sleep-on-idle")
+            if not self.overlap_schedule:
+                command.append("--disable-overlap-schedule")
         if not self.radix_cache:
             command.append("--disable-radix-cache")
-        if not self.overlap_schedule:
-            command.append("--disable-overlap-schedule")
         if self.skip_tokenizer:
             command.append("--skip-tokenizer-init")
         return command + list(self.extra)
+
+    def variables(self) -> dict[str, str]:
+        """What its process has in its environment besides the controller's own."""
+        on_cpu = self.device == "cpu"
+        found = {
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            HOOKS_VARIABLE: ",".join(h for h in self.hooks if on_cpu or h not in CPU_HOOKS),
+            # Whatever the shell says: trainer and audit divide by the temperature, so the log-probs must be the sampler's.
+            ORIGINAL_LOGPROB: "false",
+        }
+        if on_cpu:
+            found["OMP_NUM_THREADS"] = str(self.threads)
+            found["TORCHDYNAMO_DISABLE"] = "1"  # a 23 s compile of the first step buys nothing on a tiny model
+            found["CUDA_VISIBLE_DEVICES"] = ""
+        elif self.devices:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+        return {**found, **self.environment}
 
 
 class LocalEngine:
@@ -164,17 +193,7 @@ class LocalEngine:
         """Check, start the process and return at once."""
         self.check()
         self.port = self.settings.port or free_port()
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(self.settings.threads),
-            "TORCHDYNAMO_DISABLE": "1",  # a 23 s compile of the first step buys nothing on a tiny model
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            HOOKS_VARIABLE: ",".join(self.settings.hooks),
-            **self.settings.environment,
-        }
-        if self.settings.device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment = {**os.environ, **self.settings.variables()}
         command = self.settings.command(self.port, free_port())
         self._guard = engine_guard.start_guarded(command, environment, self.log_path)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -42,6 +42,7 @@ class Head(NamedTuple):
 class Response(NamedTuple):
     status: int
     body: bytes
+    retry_after: str = ""  # the header of that name
 
 
 class _Reader(asyncio.StreamReader):
@@ -102,6 +103,7 @@ class Stream:
 
     def __init__(self, status: int, connection: _Connection, headers: dict[str, str], deadline_s: float) -> None:
         self.status = status
+        self.retry_after = headers.get("retry-after", "")
         self._connection, self._deadline_s = connection, deadline_s
         self._chunks = _Chunks() if "chunked" in headers.get("transfer-encoding", "").lower() else None
         self._left = int(headers["content-length"]) if "content-length" in headers else None  # bytes
@@ -201,8 +203,10 @@ class _Chunks:
 class HttpChannel:
     """Any number of requests at once to the server at `url`; each has a connection to itself while it lasts."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, header: Callable[[str], str] = lambda path: "") -> None:
+        """`header`: a further header line for a path, with its end."""
         self.url = url
+        self._header = header
         parts = urlsplit(url)
         self._host, self._netloc, self._prefix = parts.hostname or "", parts.netloc, parts.path.rstrip("/")
         self._secure = parts.scheme == "https"
@@ -235,7 +239,7 @@ class HttpChannel:
             connection.close()
         else:
             self._keep(connection)
-        return Response(head.status, content)
+        return Response(head.status, content, head.headers.get("retry-after", ""))
 
     @asynccontextmanager
     async def stream(self, path: str, body: bytes, deadline_s: float) -> AsyncIterator[Stream]:
@@ -289,6 +293,7 @@ class HttpChannel:
 
     def _head(self, method: str, path: str, body: bytes | None) -> bytes:
         head = f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept: */*\r\n"
+        head += self._header(path)
         if method == "POST":
             head += f"Content-Type: application/json\r\nContent-Length: {len(body or b'')}\r\n"
         return head.encode() + b"\r\n"

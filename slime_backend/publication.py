@@ -20,22 +20,31 @@ import asyncio
 import gc
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_running, why_not_swept
-from slime_backend.fleet import Fleet, Member
+from slime_backend.evidence import (
+    why_not_flushed,
+    why_not_loaded,
+    why_not_paused,
+    why_not_running,
+    why_not_swept,
+    why_not_updated,
+)
+from slime_backend.fleet import Fleet, FleetError, Member, instances_of, readmit_retired, recognise
 from slime_backend.policy import Policy
-from slime_backend.transports import Transport, TransportError
-from slime_backend.wire import SchedulerReport
+from slime_backend.transports import Transport, TransportError, refused_by
+from slime_backend.wire import Loads, SchedulerReport
 
 T = TypeVar("T")
 State = Literal["open", "paused", "verified", "loaded", "labelled", "resumed", "failed"]
+IDENTIFY_S = 2.5
 FLUSH_RETRY_S = 0.01  # an overlapped batch drains in milliseconds; the deadline bounds the number of tries
 RESUME_TRIES = 3
 MAX_FLUSH_RETRY_S = 0.5
+GRAMMAR_MOMENTS, GRAMMAR_MOMENT_S = 5, 1.0  # resumed so often, for at most so long each, until grammars are compiled
 
 
 class NotConfirmed(RuntimeError):
@@ -76,6 +85,7 @@ class EngineOutcome:
     failed_step: str = ""
     reason: str = ""
     evidence: list[SchedulerReport] = field(default_factory=list)  # per rank, after the pause and flush
+    loads: list[Loads] = field(default_factory=list)  # per rank and tensor rank, after the load
 
 
 @dataclass(slots=True)
@@ -106,6 +116,7 @@ class _Target:
     member: Member
     outcome: EngineOutcome
     before: list[SchedulerReport] = field(default_factory=list)
+    at_pause: list[SchedulerReport] = field(default_factory=list)  # those that proved the pause, or the flush in it
     touched: bool = False  # its weights may have changed
 
     @property
@@ -120,7 +131,7 @@ async def _on_all(targets: Sequence[_Target], step: str, action: Callable[[_Targ
         started = time.perf_counter()
         try:
             await action(target)
-        except (EngineError, NotConfirmed, TransportError) as error:
+        except (EngineError, FleetError, NotConfirmed, TransportError) as error:
             target.outcome.failed_step = step
             target.outcome.reason = getattr(error, "seen", str(error))
             return False
@@ -155,7 +166,7 @@ async def pause_generation_for_update(targets: Sequence[_Target], policy: Policy
             target.outcome.flush_verified = True
         else:
             after = await _until_paused(target, policy)
-        target.outcome.evidence = after
+        target.at_pause = target.outcome.evidence = after
         target.outcome.in_flight = sum(r.kv.in_flight_at_pause for r in after)
         target.outcome.requests_retracted = sum(r.kv.retracted_at_pause for r in after)
         target.outcome.tokens_to_prefill_again = sum(r.kv.tokens_at_pause for r in after)
@@ -164,8 +175,12 @@ async def pause_generation_for_update(targets: Sequence[_Target], policy: Policy
     return await _on_all(paused, "flush", flush)
 
 
-async def _look(target: _Target) -> None:
-    target.before = await target.client.reports()
+def _look(fleet: Fleet) -> Callable[[_Target], Awaitable[None]]:
+    async def look(target: _Target) -> None:
+        target.before = await target.client.reports()
+        await recognise(fleet, target.member, target.before)
+
+    return look
 
 
 async def _until_paused(target: _Target, policy: Policy) -> list[SchedulerReport]:
@@ -184,6 +199,7 @@ async def _flush_until_empty(target: _Target, policy: Policy) -> list[SchedulerR
     """Flush until the evidence says empty, or the deadline. The HTTP answer alone decides nothing."""
     until = time.monotonic() + target.client.deadlines.flush
     wait = FLUSH_RETRY_S
+    moments = 0
     while True:
         answer = "the engine answered success"
         try:
@@ -196,24 +212,69 @@ async def _flush_until_empty(target: _Target, policy: Policy) -> list[SchedulerR
             return after
         if time.monotonic() > until:
             raise NotConfirmed(target.member.name, f"flush not verified ({answer}): {'; '.join(reasons)}")
+        if _only_grammars_refuse(target.before, after):
+            if moments == GRAMMAR_MOMENTS:
+                raise NotConfirmed(
+                    target.member.name,
+                    f"requests wait for their grammars, and no flush passes meanwhile ({answer}): "
+                    f"{'; '.join(reasons)}; start the engine with the hook grammar_flush",
+                )
+            moments += 1
+            await _let_grammars_in(target, policy)
+            continue
         await asyncio.sleep(wait)
         wait = min(2 * wait, MAX_FLUSH_RETRY_S)
 
 
-async def publish(fleet: Fleet, transport: Transport, version: str) -> PublicationReport:
-    """Publish `version` to every updatable engine of the fleet.
+def _only_grammars_refuse(before: Sequence[SchedulerReport], after: Sequence[SchedulerReport]) -> bool:
+    return any(
+        new.kv.only_grammars_wait and new.kv.flush_epoch <= old.kv.flush_epoch and new.missing_hooks(("grammar_flush",))
+        for old, new in zip(before, after, strict=False)
+    )
+
+
+async def _let_grammars_in(target: _Target, policy: Policy) -> None:
+    """Resume an engine whose flush is refused only because requests wait for their grammars, and pause it again.
+
+    A paused scheduler doesn't look whether a grammar is ready (0.5.23, managers/scheduler.py:2034). What it generates
+    in between is of the old weights, as before the first pause; the evidence is counted from the second.
+    """
+    await target.client.resume()
+    until = time.monotonic() + GRAMMAR_MOMENT_S
+    while any(r.kv.grammar_queue for r in await target.client.reports()) and time.monotonic() < until:
+        await asyncio.sleep(FLUSH_RETRY_S)
+    before = await target.client.reports()
+    if reasons := why_not_running(target.before, before):
+        raise NotConfirmed(target.member.name, "; ".join(reasons))
+    target.before = before
+    await target.client.pause(policy.pause_mode)
+
+
+async def publish(fleet: Fleet, transport: Transport, version: str, *, readmit: bool = True) -> PublicationReport:
+    """Publish `version` to every updatable engine of the fleet; retired ones are offered admission again first.
 
     Returns the report, in state `resumed`, if at least one engine is confirmed at the new version; its `unconfirmed`
-    names the retired ones. Raises PublicationError when none is.
+    names the retired ones. Raises PublicationError when none is. `readmit=False`: the caller has just offered it.
     """
-    async with fleet.publishing:
+    async with fleet.publishing, AsyncExitStack() as held:
+        fleet.check_new(version)
+        if readmit:
+            await readmit_retired(fleet)
+        # One list for prepare and for the transaction: who is admitted while the transport prepares has no part in what
+        # is prepared, and waits for the next publication.
+        members = fleet.updatable()
+        await asyncio.gather(*(_identify(fleet, member) for member in members))
         report = PublicationReport(version, fleet.version, str(fleet.policy), transport.name, started_at=time.time())
         started = time.perf_counter()
-        await transport.prepare(version, [m.client for m in fleet.updatable()])
+        await transport.prepare(version, [m.client for m in members])
         report.prepare_ms = _ms(started)
-        targets = [_Target(m, EngineOutcome(m.name)) for m in fleet.updatable()]
+        still = set(fleet.updatable())
+        members = [m for m in members if m in still]
+        held.enter_context(_held(fleet, members, version))
+        targets = [_Target(m, EngineOutcome(m.name)) for m in members]
         report.engines = [t.outcome for t in targets]
-        looked = await _on_all(targets, "look", _look)
+        targets, refused = _without_refused(targets, transport)
+        looked = await _on_all(targets, "look", _look(fleet))
         started = time.perf_counter()
         confirmed: list[_Target] = []
         why_not = "the publication was cancelled"
@@ -228,11 +289,55 @@ async def publish(fleet: Fleet, transport: Transport, version: str) -> Publicati
             resumed, cancelled = await _to_its_end(_resume_all(fleet, targets, confirmed, version, started))
             report.wall_ms = _ms(started)
             _settle(fleet, targets, resumed, report, why_not)
+            _retire_refused(fleet, refused, transport, report)
             if cancelled:
                 raise asyncio.CancelledError
         if report.state == "failed":
             raise PublicationError(report)
         return report
+
+
+async def _identify(fleet: Fleet, member: Member) -> None:
+    """Notice a restart before the transport prepares for processes that are gone. What is wrong else, `look` finds."""
+    with suppress(EngineError, FleetError, TimeoutError):
+        async with asyncio.timeout(IDENTIFY_S):
+            await recognise(fleet, member, await member.client.reports())
+
+
+@contextmanager
+def _held(fleet: Fleet, members: Sequence[Member], version: str) -> Iterator[None]:
+    """Nobody but this publication retires these engines inside, and they may answer as `version`."""
+    fleet.begin(version)
+    for member in members:
+        member.held = True
+    try:
+        yield
+    finally:
+        for member in members:
+            member.held = False
+        fleet.end()
+
+
+def _without_refused(targets: Sequence[_Target], transport: Transport) -> tuple[list[_Target], list[_Target]]:
+    """The engines that the transport can serve, and the others: what is sure to fail at the load costs no pause."""
+    kept: list[_Target] = []
+    refused: list[_Target] = []
+    for target in targets:
+        found = refused_by(transport, target.client)
+        if found is None:
+            kept.append(target)
+            continue
+        target.outcome.failed_step, target.outcome.reason = "prepare", found.why
+        refused.append(target)
+    return kept, refused
+
+
+def _retire_refused(fleet: Fleet, refused: Sequence[_Target], transport: Transport, report: PublicationReport) -> None:
+    """Where others go on, an engine that can't follow is left behind; one that may be stuck answers nobody anyway."""
+    for target in refused:
+        found = refused_by(transport, target.client)
+        if report.state == "resumed" or (found is not None and found.unknown):
+            fleet.retire(target.member, _blame(target.outcome, report, ""))
 
 
 @contextmanager
@@ -262,17 +367,14 @@ async def _transact(
         if found != version:
             raise NotConfirmed(target.member.name, f"its label reads {found!r}, not {version!r}")
         after = await target.client.reports()
+        target.outcome.loads = [rank.loads for report in after for rank in report.ranks]
+        reasons = why_not_updated(target.at_pause, after) + why_not_loaded(target.at_pause, after, policy)
         if policy.after_pause == "sweep":
-            reasons = why_not_swept(target.before, after, policy)
+            reasons += why_not_swept(target.before, after, policy)
         else:
-            reasons = why_not_paused(target.before, after, policy)
-            reasons += [
-                f"rank {rank} reports no weight change (epoch {new.epoch})"
-                for rank, (old, new) in enumerate(zip(target.before, after, strict=False))
-                if "kv_spans" in new.hooks and new.epoch <= old.epoch
-            ]
+            reasons += why_not_paused(target.before, after, policy)
         if reasons:
-            raise NotConfirmed(target.member.name, "; ".join(reasons))
+            raise NotConfirmed(target.member.name, "; ".join(dict.fromkeys(reasons)))
         if policy.after_pause == "sweep":
             target.outcome.sweep_verified = True
             target.outcome.tokens_swept = sum(r.kv.swept_tokens for r in after) - sum(
@@ -359,6 +461,7 @@ def _settle(
     for target in targets:
         if target in confirmed:
             target.outcome.confirmed = True
+            target.member.instances = instances_of(target.before)
             fleet.suspects -= {r.instance_id for r in target.before}
             continue
         why = _blame(target.outcome, report, why_not)

@@ -14,7 +14,7 @@ every verdict on them (`KvEvidence.is_empty`) is made here, on the reader's side
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -59,7 +59,8 @@ def _field_names(cls: type) -> tuple[str, ...]:
 class KvEvidence:
     """What one scheduler counted itself. Units are tokens (KV slots) unless a name says otherwise.
 
-    SWA fields are 0 on a model without sliding-window layers.
+    SWA fields are 0 on a model without sliding-window layers, mamba fields on one without linear-attention layers.
+    Capacities are what was free when the scheduler had built its cache and no request had come.
     """
 
     flush_epoch: int  # flushes that this scheduler carried out since it started
@@ -88,6 +89,16 @@ class KvEvidence:
     running: int
     chunked: int  # 1 while a chunked prefill is under way
     result_queue: int
+    forward_passes: int  # batches that this scheduler launched since it started, idle and health-check batches included
+    device_waits: int  # epochs that began once the device had finished all that was launched
+    device_waits_failed: int  # weights that were about to change while that couldn't be waited for
+    image_features: int  # entries of the cache of image features; -1 for a multimodal model whose cache wasn't found
+    grammar_queue: int  # requests that wait for their grammar; they hold no KV
+    tree: str  # class of the prefix cache, then "+name" for each of its parts that these counts don't cover
+    tree_mamba_evictable: int  # states of linear-attention layers, as all mamba counts
+    tree_mamba_protected: int
+    mamba_free: int
+    mamba_capacity: int
 
     @classmethod
     def from_json(cls, data: Any) -> KvEvidence:
@@ -100,6 +111,8 @@ class KvEvidence:
             "tree_full_protected",
             "tree_swa_evictable",
             "tree_swa_protected",
+            "tree_mamba_evictable",
+            "tree_mamba_protected",
             "requests_holding_kv",
             "running",
             "chunked",
@@ -109,11 +122,18 @@ class KvEvidence:
         for free, capacity in (
             ("full_free", "full_capacity"),
             ("swa_free", "swa_capacity"),
+            ("mamba_free", "mamba_capacity"),
             ("request_rows_free", "request_rows_capacity"),
         ):
             if getattr(self, free) != getattr(self, capacity):
                 found.append(f"{free}={getattr(self, free)} of {getattr(self, capacity)}")
         return tuple(found)
+
+    @property
+    def only_grammars_wait(self) -> bool:
+        """Whether requests that wait for their grammars are all that an idle test before a flush would find."""
+        at_work = self.requests_holding_kv or self.running or self.chunked or self.result_queue
+        return self.grammar_queue > 0 and not at_work
 
     @property
     def is_empty(self) -> bool:
@@ -122,23 +142,52 @@ class KvEvidence:
 
 
 @dataclass(frozen=True, slots=True)
+class Loads:
+    """Updates of weights that one scheduler process carried out since its start, by its own outcome alone."""
+
+    done: int
+    failed: int
+    last_failure: str | None
+
+    @classmethod
+    def from_json(cls, data: Any) -> Loads:
+        return _build(cls, data)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerReport:
-    """One scheduler process (one data-parallel rank) as it describes itself."""
+    """One scheduler process as it describes itself: tensor rank 0 of a data-parallel rank, with the ranks behind it."""
 
     instance_id: str  # new at every process start, so a restart between two reads shows
     hooks: dict[str, str]  # hook name -> "active", "not needed", or why it is neither
     epoch: int  # weight mutations since start
     kv: KvEvidence
+    loads: Loads = Loads(0, 0, None)
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    tensor_ranks: tuple[SchedulerReport, ...] = ()  # the other tensor ranks that this one answers for
+    missing_ranks: dict[str, str] = field(default_factory=dict)  # those that left no report -> why
 
     @classmethod
     def from_json(cls, data: Any) -> SchedulerReport:
         built = _build(cls, data)
-        if not isinstance(built.hooks, dict):
-            raise WireError(f"SchedulerReport: hooks is {built.hooks!r}, not an object")
-        return cls(built.instance_id, dict(built.hooks), built.epoch, KvEvidence.from_json(built.kv))
+        for name, kind in (("hooks", dict), ("missing_ranks", dict), ("tensor_ranks", list | tuple)):
+            if not isinstance(getattr(built, name), kind):
+                raise WireError(f"SchedulerReport: {name} is {getattr(built, name)!r}")
+        return replace(
+            built,
+            kv=KvEvidence.from_json(built.kv),
+            loads=Loads.from_json(built.loads),
+            tensor_ranks=tuple(cls.from_json(rank) for rank in built.tensor_ranks),
+        )
+
+    @property
+    def ranks(self) -> tuple[SchedulerReport, ...]:
+        """Every tensor rank that reports, this one first."""
+        return (self, *self.tensor_ranks)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "tensor_ranks": [rank.to_json() for rank in self.tensor_ranks]}
 
     def missing_hooks(self, needed: Sequence[str]) -> dict[str, str]:
         """Needed hook -> why it is not active, unless this SGLang does without it."""

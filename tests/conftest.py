@@ -57,7 +57,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny dense model with random weights."""
     from slime_backend.local_trainer.models import make_tiny_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", seed=0)
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", seed=0, max_positions=32768)
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +65,7 @@ def tiny_model_b(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The same shapes with other weights: what a publication moves to."""
     from slime_backend.local_trainer.models import make_tiny_model
 
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "v1", seed=1)
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "v1", seed=1, max_positions=32768)
 
 
 @pytest.fixture(scope="session")

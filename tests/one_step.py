@@ -24,7 +24,7 @@ def one_step_apart(folder: Path, learning_rate: float) -> dict[str, Path]:
     Adam's first step moves each weight by about the learning rate.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    v0 = make_tiny_model(folder / "v0", seed=3, hidden_size=64)
+    v0 = make_tiny_model(folder / "v0", seed=3, hidden_size=64, max_positions=32768)
     model = load_model(v0)
     rng = random.Random(3)
     groups = []

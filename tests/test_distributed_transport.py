@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import threading
 from datetime import timedelta
 from typing import Any
@@ -15,14 +16,14 @@ import torch.distributed as dist
 
 from slime_backend.engine_client import Deadlines, EngineClient, EngineRefused, EngineTimeout
 from slime_backend.transports import distributed
-from slime_backend.transports.distributed import DistributedTransport, PairGroup
+from slime_backend.transports.distributed import DistributedTransport, EngineGroup
 
 DEADLINES = Deadlines(load=50.0, control=2.0)
 
 
 def test_a_given_up_group_ends_on_a_thread_of_its_own() -> None:
     """Its destructor waits for what is still being sent: 8 s here, in which nothing else would run on this thread."""
-    pair = PairGroup("given-up", "127.0.0.1", 8.0)
+    pair = EngineGroup("given-up", "127.0.0.1", 8.0)
     peers: list[Any] = []
 
     def join(name: str, port: int) -> None:
@@ -47,13 +48,44 @@ def test_a_given_up_group_ends_on_a_thread_of_its_own() -> None:
     assert not outliving.is_alive()
 
 
+def _receive(rank: int, port: int, shape: list[int], answers: Any) -> None:
+    """One tensor rank of an engine, in a process of its own."""
+    store: dist.Store = dist.TCPStore("127.0.0.1", port, 3, is_master=False, timeout=timedelta(seconds=20))
+    for prefix in ("two-ranks", "two-ranks/", "cpu/"):
+        store = dist.PrefixStore(prefix, store)
+    group: Any = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=20))
+    tensor, options = torch.zeros(shape), dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor], options).wait()
+    answers.put((rank, tensor.tolist()))
+
+
+def test_every_tensor_rank_of_an_engine_gets_the_tensors() -> None:
+    group = EngineGroup("two-ranks", "127.0.0.1", 20.0, engine_ranks=2)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=_receive, args=(rank, group.port, [2, 3], answers), daemon=True) for rank in (1, 2)]
+    for process in ranks:
+        process.start()
+    try:
+        group.connect()
+        sent = torch.arange(6.0).view(2, 3)
+        group.broadcast([sent])
+        got = dict(answers.get(timeout=20) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(20)
+            process.kill()
+    assert got == {1: sent.tolist(), 2: sent.tolist()}
+
+
 class Group:
-    """A PairGroup that sends nothing."""
+    """An EngineGroup that sends nothing."""
 
     made: list[Group]
 
-    def __init__(self, name: str, host: str, timeout_s: float) -> None:
-        self.name, self.port, self.stopped = name, 1, False
+    def __init__(self, name: str, host: str, timeout_s: float, engine_ranks: int = 1) -> None:
+        self.name, self.port, self.stopped, self.size = name, 1, False, 1 + engine_ranks
         self.made.append(self)
 
     def connect(self) -> None:
@@ -72,14 +104,20 @@ class Engine:
 
     deadlines = DEADLINES
 
-    def __init__(self, name: str, fails: bool = False) -> None:
-        self.name, self.fails = name, fails
+    def __init__(self, name: str, fails: bool = False, tensor_ranks: int = 1) -> None:
+        self.name, self.fails, self.tensor_ranks = name, fails, tensor_ranks
         self.groups: list[str] = []
+        self.worlds: list[int] = []
         self.received = 0
         self.ended_within: list[float | None] = []
+        self.may_end = asyncio.Event()
 
-    async def join_weight_group(self, *, group: str, **where: Any) -> None:
+    async def server_info(self) -> dict[str, Any]:
+        return {"tp_size": self.tensor_ranks}
+
+    async def join_weight_group(self, *, group: str, world_size: int, **where: Any) -> None:
         self.groups.append(group)
+        self.worlds.append(world_size)
 
     async def leave_weight_group(self, group: str) -> None:
         pass
@@ -96,7 +134,7 @@ class Engine:
             return
         self.ended_within.append(deadline)
         if self.fails:
-            await asyncio.sleep(0.5)
+            await self.may_end.wait()
             raise EngineTimeout(self.name, "end", "no answer")
 
 
@@ -108,7 +146,7 @@ class Source:
 @pytest.fixture
 def transport(monkeypatch: pytest.MonkeyPatch) -> DistributedTransport:
     monkeypatch.setattr(Group, "made", [], raising=False)
-    monkeypatch.setattr(distributed, "PairGroup", Group)
+    monkeypatch.setattr(distributed, "EngineGroup", Group)
     return DistributedTransport(Source(), bucket_bytes=16)  # type: ignore[arg-type]
 
 
@@ -120,6 +158,7 @@ def test_a_failed_engine_says_why_and_nobody_waits_for_its_end(transport: Distri
         loads = [asyncio.create_task(transport.load(e, "v1")) for e in (well, bad)]  # type: ignore[arg-type]
         await loads[0]
         assert not loads[1].done()  # the session of the bad one is still being ended
+        bad.may_end.set()
         with pytest.raises(EngineRefused, match="a shape is wrong"):
             await loads[1]
 
@@ -130,6 +169,7 @@ def test_a_failed_engine_says_why_and_nobody_waits_for_its_end(transport: Distri
 
 def test_a_group_is_made_anew_after_a_failure(transport: DistributedTransport, run_async: Any) -> None:
     engine = Engine("engine", fails=True)
+    engine.may_end.set()
 
     async def scenario() -> None:
         await transport.prepare("v1", [engine])  # type: ignore[list-item]
@@ -147,15 +187,17 @@ def test_a_group_is_made_anew_after_a_failure(transport: DistributedTransport, r
 
 def test_a_group_is_made_anew_after_a_cancelled_load(transport: DistributedTransport, run_async: Any) -> None:
     engine = Engine("engine")
+    receiving = asyncio.Event()
 
     async def never(**what: Any) -> None:
+        receiving.set()
         await asyncio.Event().wait()
 
     async def scenario() -> None:
         await transport.prepare("v1", [engine])  # type: ignore[list-item]
         receive, engine.receive_tensors = engine.receive_tensors, never  # type: ignore[method-assign,assignment]
         load = asyncio.create_task(transport.load(engine, "v1"))  # type: ignore[arg-type]
-        await asyncio.sleep(0.05)
+        await receiving.wait()
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load
@@ -183,3 +225,13 @@ def test_a_restarted_engine_of_the_same_name_gets_a_group_of_its_own(
     run_async(scenario())
     assert (len(before.groups), len(after.groups)) == (1, 1)
     assert [group.stopped for group in Group.made] == [True, False]
+
+
+@pytest.mark.parametrize("tensor_ranks", [1, 2, 8])
+def test_the_group_has_a_place_for_each_tensor_rank(
+    transport: DistributedTransport, run_async: Any, tensor_ranks: int
+) -> None:
+    engine = Engine("engine", tensor_ranks=tensor_ranks)
+    run_async(transport.prepare("v1", [engine]))  # type: ignore[list-item]
+    assert engine.worlds == [1 + tensor_ranks]
+    assert [group.size for group in Group.made] == [1 + tensor_ranks]

@@ -33,3 +33,33 @@ def test_a_probe_that_is_refused_says_what_the_engine_said(run_async: Any) -> No
     finding = run_async(scenario())
     assert finding.verdict == "does not hold"
     assert "/generate refused" in finding.seen
+
+
+@pytest.mark.parametrize("check", [doctor._retract_pause, doctor._in_place_pause])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_pause_that_does_nothing_does_not_hold(
+    run_async: Any, monkeypatch: pytest.MonkeyPatch, check: Any, ignored: bool
+) -> None:
+    """The engine answers 200, reports itself paused and goes on sampling; one that pauses holds."""
+    monkeypatch.setattr(doctor, "SETTLES_S", 0.6)
+    monkeypatch.setattr(doctor, "LONG", 1000)
+
+    async def scenario() -> doctor.Finding:
+        async with FakeEngine(token_s=0.005) as engine, EngineClient(engine.url) as client:
+            engine.ranks[0].ignores_pause = ignored
+            return await doctor._try(client, "pause", "", check)
+
+    finding = run_async(scenario())
+    assert finding.verdict == ("does not hold" if ignored else "holds"), finding
+    assert ("went on while paused" in finding.seen) is ignored
+
+
+def test_a_pause_whose_answer_is_a_lie_does_not_hold(run_async: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SETTLES_S", 0.6)
+
+    async def scenario() -> doctor.Finding:
+        async with FakeEngine(token_s=0.005) as engine, EngineClient(engine.url) as client:
+            engine.faults["/pause_generation"] = ["lie"]
+            return await doctor._try(client, "pause", "", doctor._in_place_pause)
+
+    assert run_async(scenario()).verdict == "does not hold"

@@ -25,6 +25,7 @@ from slime_backend.engine_process import (
     check_port,
     free_port,
 )
+from tests.waiting import wait_until
 
 # A server that is healthy at once.
 HEALTHY = """
@@ -107,9 +108,7 @@ def test_a_killed_controller_takes_its_tree_along(tmp_path):
         "time.sleep(600)\n"
     )
     controller = subprocess.Popen([sys.executable, "-c", code])
-    until = time.monotonic() + 20
-    while not (out.exists() and out.read_text().endswith("\n")) and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(lambda: out.exists() and out.read_text().endswith("\n"), "the tree runs")
     pids = [int(p) for p in out.read_text().split()]
     controller.kill()
     controller.wait()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
-from slime_backend.http_channel import HttpChannel, Response
+from slime_backend.http_channel import MAX_IDLE_S, HttpChannel, Response
+from tests.waiting import until
 
 
 class RawServer:
@@ -111,10 +113,9 @@ def test_a_request_that_is_given_up_takes_its_connection_along(run_async):
             channel = HttpChannel(server.url)
             with pytest.raises(TimeoutError):
                 await channel.request("GET", "/slow", None, 0.05)
-            while not server.gone:
-                await asyncio.sleep(0.01)
+            await until(lambda: server.gone, "the connection has ended")
 
-    run_async(scenario(), 5)
+    run_async(scenario())
 
 
 def test_a_connection_that_the_server_closed_is_not_used_again(run_async):
@@ -124,7 +125,7 @@ def test_a_connection_that_the_server_closed_is_not_used_again(run_async):
         async with server:
             channel = HttpChannel(server.url)
             await channel.request("GET", "/", None, 5.0)
-            await asyncio.sleep(0.05)
+            await until(lambda: channel._idle[0].reader.at_eof(), "the end of the connection has come")
             await channel.request("GET", "/", None, 5.0)
             channel.close()
 
@@ -136,22 +137,22 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 def test_connections_that_nobody_needs_any_more_are_closed(run_async, monkeypatch):
-    ok = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+    now = [0.0]
+    monkeypatch.setattr("slime_backend.http_channel.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     async def scenario():
-        async with RawServer(*[ok] * 20) as server:
+        async with RawServer(*[OK] * 20) as server:
             channel = HttpChannel(server.url)
             await asyncio.gather(*(channel.request("GET", "/", None, 5.0) for _ in range(5)))
-            monkeypatch.setattr("slime_backend.http_channel.MAX_IDLE_S", 0.1)
             for _ in range(4):  # one connection is enough for these
-                await asyncio.sleep(0.06)
+                now[0] += 0.6 * MAX_IDLE_S
                 await channel.request("GET", "/", None, 5.0)
-            await asyncio.sleep(0.05)
-            connections, gone = server.connections, server.gone
+            await until(lambda: server.gone == 4, "the other four have ended")
+            connections, kept = server.connections, len(channel._idle)
             channel.close()
-            return connections, gone
+            return connections, kept
 
-    assert run_async(scenario()) == (5, 4)
+    assert run_async(scenario()) == (5, 1)
 
 
 class Impatient(RawServer):
@@ -217,14 +218,13 @@ def test_closing_a_kept_connection_sends_nothing_again(run_async):
             channel = HttpChannel(server.url)
             await channel.request("GET", "/", None, 5.0)
             waiting = asyncio.create_task(channel.request("GET", "/slow", None, 30.0, repeatable=True))
-            while len(server.requests) < 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(server.requests) == 2, "the second request has come")
             channel.close()
             with pytest.raises(ConnectionError):
                 await waiting
             return server.connections
 
-    assert run_async(scenario(), 5) == 1
+    assert run_async(scenario()) == 1
 
 
 def test_closing_breaks_what_is_under_way(run_async):
@@ -232,13 +232,12 @@ def test_closing_breaks_what_is_under_way(run_async):
         async with RawServer() as server:
             channel = HttpChannel(server.url)
             waiting = asyncio.create_task(channel.request("GET", "/slow", None, 30.0))
-            while not server.requests:
-                await asyncio.sleep(0.01)
+            await until(lambda: server.requests, "the request has come")
             channel.close()
             with pytest.raises(ConnectionError, match="broke"):
                 await waiting
 
-    run_async(scenario(), 5)
+    run_async(scenario())
 
 
 def read_stream(run_async, server, close_after=None):

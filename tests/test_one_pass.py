@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from slime_backend.transports.one_pass import OnePass
+from tests.waiting import until
 
 
 class Items:
@@ -57,7 +58,7 @@ def test_a_reader_that_fails_or_is_cancelled_leaves_the_others_going(run_async):
             asyncio.create_task(read(one_pass, items, ahead, leaves_after=2)),
             asyncio.create_task(read(one_pass, items, ahead, slow=50)),
         ]
-        await asyncio.sleep(0.02)
+        await until(lambda: ahead, "a reader has the first item")
         tasks[2].cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -14,7 +14,8 @@ from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport, TransportError
 from slime_backend.transports.distributed import DistributedTransport
 from slime_backend.wire import REPORT_KEY, REPORTS_PATH
-from tests.helpers import DEADLINES, body, difference, fleet_on, load, prompt, reference, versions
+from tests.helpers import DEADLINES, body, difference, fleet_on, load, logprobs, prompt, reference, versions
+from tests.waiting import Flight, delayed, endless, endless_body, landed
 
 pytestmark = pytest.mark.engine
 
@@ -42,11 +43,10 @@ def test_retract_publication_clears_everything_and_sharing_goes_on_within_a_vers
             await load(client, sources["a"], tmp_path)
             ids = prompt()
             before = [await client.generate(body(ids)) for _ in range(2)]
-            flying = [asyncio.create_task(client.generate(body(prompt(300), 300, 1.0))) for _ in range(3)]
-            await asyncio.sleep(1.0)
-            report = await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
-            after = [await client.generate(body(ids)) for _ in range(2)]
-            return ids, before, report, after, await asyncio.gather(*flying)
+            async with endless(client, [prompt(300) for _ in range(3)]) as flying:
+                report = await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
+                after = [await client.generate(body(ids)) for _ in range(2)]
+                return ids, before, report, after, await landed(flying)
 
     ids, before, report, after, flying = run_async(scenario(), 180)
     assert [a["meta_info"]["cached_tokens"] for a in before] == [0, len(ids) - 1]
@@ -60,13 +60,34 @@ def test_retract_publication_clears_everything_and_sharing_goes_on_within_a_vers
         assert difference(models["b"], ids, answer) < 1e-5
         assert answer["output_ids"] == reference(models["b"], ids, answer)[1]
         assert difference(models["a"], ids, answer) > 1e-2
-    # Each retracted request came back whole, sampled by both versions, with its later context computed again.
+    # Each retracted request went on, sampled by both versions, with its later context computed again.
     for answer in flying:
-        spans = answer["meta_info"]["weight_versions"]
+        spans, tokens = answer["meta_info"]["weight_versions"], len(answer["output_ids"])
         assert [s["version"] for s in spans] == [report.previous_version, report.version]
-        assert spans[-1]["end"] == len(answer["output_ids"]) == 300
+        assert spans[-1]["end"] == tokens
         last = answer["meta_info"]["kv_provenance"][-1]["context"]
-        assert last == [{"version": report.version, "start": 0, "end": 300 + 300 - 1}]
+        assert last == [{"version": report.version, "start": 0, "end": 300 + tokens - 1}]
+
+
+def test_a_retracted_request_comes_back_with_all_its_tokens(engine, sources, tmp_path, run_async):
+    """Each ends by itself. Where the machine is too fast for the publication to meet them, longer ones are sent."""
+
+    async def scenario():
+        async with fleet_on(engine, decide("disjoint", "retract")) as (fleet, client):
+            for tokens in (200, 1000, 5000):
+                flying = [Flight(client, endless_body(prompt(300), tokens)) for _ in range(3)]
+                await delayed()
+                report = await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
+                answers = await asyncio.gather(*(flight.task for flight in flying))
+                if report.engines[0].requests_retracted == 3:
+                    return tokens, answers
+            return None
+
+    tokens, answers = run_async(scenario(), 240)
+    for answer in answers:
+        assert answer["meta_info"]["finish_reason"]["type"] == "length"
+        assert len(answer["output_ids"]) == len(logprobs(answer)) == tokens
+        assert answer["meta_info"]["weight_versions"][-1]["end"] == tokens
 
 
 def test_negative_control_without_flush_old_prefixes_are_served_as_new(engine, models, sources, tmp_path, run_async):
@@ -108,18 +129,14 @@ def test_evidence_tells_an_empty_cache_from_a_full_one(engine, run_async):
 
 def test_in_place_pause_refuses_the_flush_and_the_evidence_says_so(engine, run_async):
     async def scenario():
-        async with EngineClient(engine.url, deadlines=DEADLINES) as client:
-            flying = asyncio.create_task(client.generate(body(prompt(300), 400, 1.0)))
-            await asyncio.sleep(1.0)
+        async with EngineClient(engine.url, deadlines=DEADLINES) as client, endless(client, [prompt(300)]):
             await client.pause("in_place")
             try:
                 with pytest.raises(EngineError, match="HTTP 400"):
                     await client.flush()
-                kv = (await client.reports())[0].kv
+                return (await client.reports())[0].kv
             finally:
                 await client.resume()
-            await flying
-            return kv
 
     kv = run_async(scenario(), 60)
     assert kv.pause_mode == "in_place"

@@ -16,6 +16,7 @@ from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.transport import NameTransport
 from tests.fake_fleet import FAST, fake_fleet, in_flight, request
+from tests.waiting import until
 
 # One engine of two misbehaves; the other must go on. (path, faults, the step that is blamed)
 # A load that lies is not among them: only an audit can tell (docs/publication.md).
@@ -34,7 +35,6 @@ FAULTS = [
     ("/update_weights_from_disk", ["die"], "load"),
     ("/update_weight_version", ["refuse"], "label"),
     ("/update_weight_version", ["lie"], "label"),
-    ("/update_weight_version", ["drop_after"], "label"),
     ("/continue_generation", ["refuse"] * 3, "resume"),
     ("/continue_generation", ["lie"] * 3, "resume"),  # the scheduler may have died behind a server that says 200
     ("/continue_generation", ["die"], "resume"),
@@ -74,6 +74,7 @@ def test_one_engine_fails_and_is_retired_the_other_goes_on(run_async, path, faul
         ("/flush_cache", ["refuse", "refuse"]),  # an overlapped batch drains: refused, then accepted
         ("/flush_cache", ["drop_after"]),  # took effect, the answer was lost: the evidence decides
         ("/flush_cache", ["hang_after"]),
+        ("/update_weight_version", ["drop_after"]),  # the same label twice is the same label
         ("/continue_generation", ["refuse"]),
         ("/continue_generation", ["drop_after"]),
         ("/continue_generation", ["drop_before"]),
@@ -135,7 +136,7 @@ def test_cancelled_in_the_middle_nothing_stays_paused(run_async):
             tasks = await in_flight(fleet)
             engines[0].faults["/update_weights_from_disk"] = ["hang_before"]
             publication = asyncio.create_task(publish(fleet, NameTransport(), "v1"))
-            await asyncio.sleep(0.2)
+            await until(lambda: "/update_weights_from_disk" in engines[0].calls, "the load has begun")
             publication.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await publication
@@ -155,11 +156,10 @@ def test_cancelled_again_and_again_while_it_resumes_nothing_stays_paused(run_asy
         async with fake_fleet() as (fleet, engines):
             engines[0].faults["/continue_generation"] = ["hang_before"]  # until its deadline; then it is asked again
             publication = asyncio.create_task(publish(fleet, NameTransport(), "v1"))
-            while "/continue_generation" not in engines[0].calls:
-                await asyncio.sleep(0.01)
+            await until(lambda: "/continue_generation" in engines[0].calls, "the resume has begun")
             for _ in range(3):
                 publication.cancel()
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0)  # it takes this one before the next
             with pytest.raises(asyncio.CancelledError):
                 await publication
             return [e.paused for e in engines], [m.name for m in fleet.routable()], fleet.version

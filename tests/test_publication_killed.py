@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -24,10 +26,12 @@ from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport
 from slime_backend.wire import REPORTS_PATH
 from tests.helpers import body, difference, prompt
+from tests.waiting import goes_on
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]
 
 DEADLINES = Deadlines(pause=20.0, flush=20.0, load=30.0, control=20.0, generate=120.0)
+TOKENS = 4000  # of an answer, which must end by itself: an aborted one would be asked for again
 PHASES = {
     "look": REPORTS_PATH,
     "pause": "/pause_generation",
@@ -87,9 +91,10 @@ async def each_phase(survivor, settings, models, sources, tmp_path):
 
 
 async def one_phase(fleet, phase, transport, before, after, models):
-    flying = [asyncio.create_task(generate(fleet, body(prompt(200), 400, 1.0))) for _ in range(4)]
-    await asyncio.sleep(0.5)
-    assert all(member.in_flight for member in fleet.routable()), "both engines must be at work"
+    flying = [asyncio.create_task(generate(fleet, body(prompt(200), TOKENS, 1.0))) for _ in range(4)]
+    for member in fleet.routable():
+        await goes_on(member.client, 2)
+    assert not any(task.done() for task in flying), f"{TOKENS} tokens are too few on this machine"
     report = await publish(fleet, transport, after)
     assert report.state == "resumed", phase
     assert list(report.unconfirmed) == ["victim"], (phase, report.unconfirmed)
@@ -98,9 +103,44 @@ async def one_phase(fleet, phase, transport, before, after, models):
     answers = await asyncio.gather(*flying)
     for answer in answers:
         assert answer.engine == "survivor"
-        assert len(answer.body["output_ids"]) == 400
+        assert len(answer.body["output_ids"]) == TOKENS
         assert {span["version"] for span in answer.body["meta_info"]["weight_versions"]} <= {before, after}
     ids = prompt()
     fresh = await generate(fleet, body(ids))
     assert fresh.body["meta_info"]["cached_tokens"] == 0
     assert difference(models["b"], ids, fresh.body) < 1e-5
+
+
+@pytest.mark.timeout(900)
+def test_an_engine_that_restarts_between_two_publications_is_another_engine(tiny_model, models, sources, tmp_path):
+    """The same address, the weights of its start: no answer of it is returned until a publication has confirmed it."""
+    settings = EngineSettings(model=str(tiny_model), max_total_tokens=40000, hooks=RUN_HOOKS)
+    engines = [LocalEngine(settings, log_path=tmp_path / f"engine{i}.log", name=f"engine{i}") for i in range(2)]
+    with running_engines(engines):
+        asyncio.run(restarted(engines, settings, models, sources, tmp_path))
+
+
+async def restarted(engines, settings, models, sources, tmp_path):
+    fleet = Fleet(decide("disjoint", "retract"), "v0")
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            client = EngineClient(engine.url, name=engine.name, deadlines=DEADLINES)
+            await admit(fleet, await stack.enter_async_context(client))
+        assert not (await publish(fleet, DiskTransport(sources["b"], tmp_path), "v1")).unconfirmed
+        port = engines[1].port
+        await asyncio.to_thread(engines[1].stop)
+        again = LocalEngine(replace(settings, port=port), log_path=tmp_path / "again.log", name="engine1")
+        with running_engines([again]):
+            assert [m.name for m in fleet.routable()] == ["engine0", "engine1"]  # nobody has looked
+            ids = prompt(100)
+            answers = await asyncio.gather(*(generate(fleet, body(ids)) for _ in range(6)))
+            assert {s["version"] for a in answers for s in a.body["meta_info"]["weight_versions"]} == {"v1"}
+            assert max(difference(models["b"], ids, a.body) for a in answers) < 1e-5
+            assert sum(a.attempts > 1 for a in answers) > 0, "no request reached the restarted engine"
+            assert [m.status for m in fleet.members.values()] == ["confirmed", "joining"]
+            report = await publish(fleet, DiskTransport(sources["a"], tmp_path), "v2")
+            assert not report.unconfirmed
+            assert [m.version for m in fleet.routable()] == ["v2", "v2"]
+            answers = await asyncio.gather(*(generate(fleet, body(ids)) for _ in range(6)))
+            assert {a.engine for a in answers} == {"engine0", "engine1"}
+            assert max(difference(models["a"], ids, a.body) for a in answers) < 1e-5

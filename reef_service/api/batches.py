@@ -15,6 +15,7 @@ from reef_service.store.leases import Wish
 from reef_service.store.samples import StoredSample
 from reef_service.store.schema import publications
 from slime_backend.provenance.classes import CLASSES, RolloutClass
+from slime_backend.provenance.records import RolloutRecord
 
 router = APIRouter(prefix="/reef/batches", tags=["training"])
 
@@ -110,7 +111,20 @@ def to_json(sample: StoredSample, lag: int | None) -> dict[str, Any]:
         "logprobs": sample.logprobs,
         "spans": spans,
         "receipts": [r.receipt for r in sample.turns],
+        "turns": [_turn(r, start) for r in sample.turns],
         "finish_reason": sample.turns[-1].finish_reason,
+    }
+
+
+def _turn(record: RolloutRecord, start: int) -> dict[str, Any]:
+    """How a turn's tokens were sampled, which a trainer must compute their log-probs by."""
+    begin = len(record.prompt_ids) - start
+    return {
+        "receipt": record.receipt,
+        "start": begin,
+        "end": begin + len(record.output_ids),
+        "temperature": record.temperature,
+        "sampling": dict(record.sampling),
     }
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 from reef_service.data_plane.answers import Answer, Delta, Done, TokenRequest
 from reef_service.data_plane.generation import Generation
+from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.recording import record_of, record_without_answer, state_of
 from reef_service.errors import ApiError
 from reef_service.store import StoreError
@@ -25,9 +25,6 @@ from slime_backend.engine_client import EngineRefused
 from slime_backend.fleet import FleetError
 from slime_backend.provenance.errors import RecordError
 from slime_backend.provenance.records import RolloutRecord
-
-if TYPE_CHECKING:
-    from reef_service.data_plane.plane import DataPlane
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +165,7 @@ class Exchange:
         state = state_of(generation, abandoned=self.abandoned)
         finish = "stop" if self.stop_text is not None else str(generation.finish_reason.get("type", "unknown"))
         about = {"session": self.session, "label": request.label}
-        temperature = float(request.sampling.get("temperature", 1.0)) or 1.0
+        temperature = float(request.sampling.get("temperature", 1.0))  # 0 is greedy, and recorded as what it is
         generation.meta["finish_reason"] = {**generation.finish_reason, "type": finish}
         try:
             record = record_of(generation, temperature=temperature, **about)

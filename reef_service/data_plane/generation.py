@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_backend.dispatch import ATTEMPTS, RequestLost, still_alive, wait_routable
+from slime_backend.dispatch import OtherVersion, Retries, Sent, wait_routable
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused, EngineUnreachable
 from slime_backend.fleet import Fleet, Member
 from slime_backend.provenance.record_checks import why_no_logprobs
@@ -61,48 +61,43 @@ class Generation:
 
     async def run(self) -> AsyncIterator[tuple[int, int]]:
         """Raises EngineRefused for a request that is itself wrong, RequestLost or FleetError with no engine left."""
-        reason = ""
-        while self.attempts < ATTEMPTS:
-            self.attempts += 1
+        retries = Retries(self.fleet)
+        while True:
             await wait_routable(self.fleet)
-            with self.fleet.routed(self.choose) as member:
+            self.attempts = retries.attempts = retries.attempts + 1
+            why: EngineError | OtherVersion | str = ""
+            with self.fleet.routed(lambda found: self.choose(retries.others(found))) as member:
                 self._member, self.engine = member, member.name
+                sent = Sent(self.fleet, member)
                 base = len(self.output_ids)
                 self.spliced = self.spliced or base > 0
                 try:
-                    async with self._answers(member) as answers:
+                    async with self._answers(sent) as answers:
                         async for found in answers:
-                            if member.status == "retired":
+                            if sent.lost:
+                                why = sent.why_lost()
                                 break
                             start = len(self.output_ids)
-                            self._take(found, base)
+                            self._take(found, base, sent)
                             if len(self.output_ids) > start:
                                 yield start, len(self.output_ids)
                         else:
                             return
-                    reason = f"{member.name} was retired while it answered: {member.reason}"
-                except EngineRefused as error:
-                    if "HTTP 4" in error.seen:
-                        raise
-                    reason = str(error)
-                except EngineProtocolError as error:
-                    reason = str(error)
-                except EngineError as error:
-                    reason = str(error)
-                    # One broken connection isn't a dead engine; an engine that answers nothing is.
-                    if member.status != "retired" and not await still_alive(member):
-                        self.fleet.retire(member, f"a request failed and it no longer answers: {error.seen}")
+                except (EngineError, OtherVersion) as error:
+                    why = error
                 finally:
                     self._member = self._close = None
                     if self._stopping is not None:
                         self._stopping.cancel()
-            if self.stopped:
-                break  # nobody waits for more
-            if self._left() < 1:  # the lost engine had sampled the last token, and not said so
+            if isinstance(why, EngineRefused) and why.own_fault:
+                raise why
+            if not self.stopped and self._left() < 1:  # the lost engine had sampled the last token, and not said so
                 self.meta = {**self.meta, "finish_reason": {"type": "length"}}
                 self.spliced = True
                 return
-        raise RequestLost(f"no answer after {self.attempts} attempts; the last: {reason}")
+            if self.stopped:  # nobody waits for more
+                raise retries.given_up(str(why))
+            await retries.failed(sent, why)
 
     def stop(self) -> None:
         """Ask the engine to end the request; `run` goes on to the engine's last answer."""
@@ -146,30 +141,32 @@ class Generation:
         }
 
     @asynccontextmanager
-    async def _answers(self, member: Member) -> AsyncIterator[Answers]:
+    async def _answers(self, sent: Sent) -> AsyncIterator[Answers]:
         """The engine's answers, cut off as soon as it is retired: a dead or paused engine may never answer."""
+        member = sent.member
         if self.stream:
             async with member.client.generate_stream(self._body()) as stream:
                 self._close = stream.close
-                with _when_gone(member, stream.close):
+                with _when_gone(sent.gone, stream.close):
                     yield stream.answers(self._pace)
             return
         call = asyncio.ensure_future(member.client.generate(self._body()))
         self._close = call.cancel
         try:
-            with _when_gone(member, call.cancel):
+            with _when_gone(sent.gone, call.cancel):
                 yield _one(call, member)
         finally:
             if not call.done():
                 call.cancel()
                 await asyncio.gather(call, return_exceptions=True)
 
-    def _take(self, answers: Sequence[Mapping[str, Any]], base: int) -> None:
+    def _take(self, answers: Sequence[Mapping[str, Any]], base: int, sent: Sent) -> None:
         """Append what is new in answers that came together: one that repeats all tokens of this attempt, or several
         that have the new ones only."""
         meta = answers[-1]["meta_info"]
         if not self.stopped and _aborted(answers[-1]):
             raise EngineProtocolError(self.engine, "POST /generate", "it aborted the request")
+        sent.check_version(meta)
         ids = [token for answer in answers for token in answer["output_ids"]]
         new = int(meta.get("completion_tokens", len(ids))) - (len(self.output_ids) - base)
         if new > 0:
@@ -204,10 +201,10 @@ async def _one(call: asyncio.Future[dict[str, Any]], member: Member) -> Answers:
 
 
 class _when_gone:
-    """with _when_gone(member, end): calls `end` the moment the member is retired."""
+    """with _when_gone(gone, end): calls `end` the moment the member loses its confirmation."""
 
-    def __init__(self, member: Member, end: Callable[[], Any]) -> None:
-        self._task = asyncio.ensure_future(member.gone.wait())
+    def __init__(self, gone: asyncio.Event, end: Callable[[], Any]) -> None:
+        self._task = asyncio.ensure_future(gone.wait())
         self._task.add_done_callback(lambda task: None if task.cancelled() else end())
 
     def __enter__(self) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from reef_service.data_plane.admission import Gate
 from reef_service.data_plane.answers import TokenRequest
-from reef_service.data_plane.exchange import Exchange
 from reef_service.data_plane.generation import STOP_S, Generation
 from reef_service.data_plane.limits import Limits
 from reef_service.data_plane.router import Router
@@ -17,6 +17,14 @@ from reef_service.store import Store
 from reef_service.text.tokenizer import ModelTokenizer
 from slime_backend.fleet import Fleet
 from slime_backend.wire import ANCHORS_HOOK, ANCHORS_KEY
+
+
+class UnderWay(Protocol):
+    """A request that has begun: what ends with the gateway. An Exchange."""
+
+    task: asyncio.Task[None]
+
+    def abandon(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -30,7 +38,7 @@ class DataPlane:
     metrics: Metrics
     model: str  # the name that clients see
     router: Router = field(init=False)
-    exchanges: set[Exchange] = field(default_factory=set)  # under way
+    exchanges: set[UnderWay] = field(default_factory=set)  # under way
 
     def __post_init__(self) -> None:
         self.router = Router(self.fleet)

@@ -9,6 +9,7 @@ from typing import Any
 from reef_service.data_plane.generation import Generation
 from reef_service.store.turns import TurnState
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.sampling_params import transforming
 from slime_backend.wire import KV_PROVENANCE_KEY, PREFILLS_KEY, SAMPLED_SPANS_KEY
 
 
@@ -31,6 +32,7 @@ def record_of(generation: Generation, *, session: str, label: str, temperature: 
         submitted_at=generation.submitted_at,
         attempts=max(1, generation.attempts),
         session=session,
+        sampling=generation.sampling,
     )
 
 
@@ -56,6 +58,7 @@ def record_without_answer(
         finished_at=time.time(),
         attempts=max(1, generation.attempts),
         session=session,
+        sampling=transforming(generation.sampling),
     )
 
 

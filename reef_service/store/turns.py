@@ -207,9 +207,13 @@ def record_of(row: RowMapping, *, group: str = "", reward: float = 0.0) -> Rollo
         finished_at=row["finished_at"],
         attempts=row["attempts"],
         session=row["session"],
+        sampling=provenance.get("sampling", {}),
     )
 
 
 def _provenance(record: RolloutRecord) -> str:
     data = record.to_json()
-    return json.dumps({name: data[name] for name in ("spans", "segments", "prefills")}, separators=(",", ":"))
+    return json.dumps(
+        {name: data[name] for name in ("spans", "segments", "prefills", "sampling") if name in data},
+        separators=(",", ":"),
+    )

@@ -79,7 +79,7 @@ def _runs(heads: Heads, one: Pass) -> dict[str, Callable[[], Any]]:
     import torch
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    from slime_backend.engine_plugin.cpu_attention import backend_class
+    from slime_backend.engine_plugin.cpu_attention_backend import CpuAttentionBackend
 
     length = one.cached + one.new
     rows = torch.arange(1, one.requests * length + 1, dtype=torch.int32).view(one.requests, length)  # slot 0 is padding
@@ -104,7 +104,7 @@ def _runs(heads: Heads, one: Pass) -> dict[str, Callable[[], Any]]:
         forward = backend.forward_decode if one.decode else backend.forward_extend
         return [forward(q, k, v, layer, batch) for layer in layers]
 
-    return {"peer": partial(run, TorchNativeAttnBackend(runner)), "ours": partial(run, backend_class()(runner))}
+    return {"peer": partial(run, TorchNativeAttnBackend(runner)), "ours": partial(run, CpuAttentionBackend(runner))}
 
 
 def _layer(heads: Heads, number: int) -> Any:

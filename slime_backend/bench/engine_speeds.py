@@ -18,21 +18,13 @@ import bisect
 import itertools
 import random
 import time
-from dataclasses import dataclass
 
-from slime_backend.bench.mode_load import Shape
 from slime_backend.engine_client import EngineClient
+from slime_backend.planner.measured import EngineSpeeds, Shape
 
 WARM = 16  # tokens
 DECODED = 64  # tokens
 ADMITTED = 16  # requests, while so many tokens are decoded
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpeeds:
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float  # of all requests in flight together
-    admission_ms: float  # of a request besides the tokens that it computes; below 0 by noise
 
 
 def done_in_flight(shape: Shape) -> list[int]:

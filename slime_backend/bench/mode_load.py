@@ -18,39 +18,11 @@ from typing import Any
 
 from slime_backend.bench.rows import BenchError
 from slime_backend.engine_client import EngineClient
-from slime_backend.planner.traffic import Traffic
+from slime_backend.planner.measured import Shape
 from slime_backend.wire import PREFILLS_KEY, SAMPLED_SPANS_KEY, Prefill, Span
 
 SETTLED_S = 30.0
 Counts = tuple[tuple[int, int], ...]  # (publications before it, tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Tokens, and requests where it says so."""
-
-    prompt: int
-    group: int  # requests with the same prompt
-    answers: tuple[int, ...]  # lengths, equally likely
-    in_flight: int  # requests, on one engine
-    chunk: int  # of one prefill step
-
-    @property
-    def longest(self) -> int:
-        return self.prompt + max(self.answers)
-
-    def traffic(self, interval_s: float) -> Traffic:
-        """In the planner's words, with so many seconds between two publications."""
-        return Traffic(
-            prompt=self.prompt,
-            shared=0,
-            group=self.group,
-            answers=tuple(float(a) for a in self.answers),
-            in_flight=self.in_flight,
-            period_s=interval_s,
-            chunk=self.chunk,
-            together=False,
-        )
 
 
 @dataclass(slots=True)

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from slime_backend.bench.mode_load import Counts, ModeLoad, Shape, Try, nobody_waits
+from slime_backend.bench.mode_load import Counts, ModeLoad, Try, nobody_waits
 from slime_backend.bench.rows import BenchError
 from slime_backend.bench.slime_sequence import slime_sequence
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
+from slime_backend.planner.measured import Shape, Slice
 from slime_backend.planner.predict import ABORTING
 from slime_backend.planner.work import Mode
 from slime_backend.policy import PrefixSharing, decide
@@ -42,32 +43,6 @@ class Stop:
 
 
 Publish = Callable[[str, Path], Awaitable[Stop]]  # version, checkpoint
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """What one slice showed. Counts are of its window; tokens, seconds and ms."""
-
-    mode: Mode
-    interval_s: float
-    seed: int  # slices with the same one had the same requests
-    seconds: float
-    publications: int
-    finished: int  # requests
-    tokens: int  # sampled, and in an answer that is finished or goes on
-    thrown_away: int  # tokens: sampled, and not
-    prefilled: int  # tokens
-    lag_mean: float  # publications between a finished token's sampling and its answer's end
-    mixed_share: float  # of the finished requests
-    paused_ms: float  # median
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def prefilled_per_token(self) -> float:
-        return self.prefilled / max(1, self.tokens)
 
 
 async def run_slice(

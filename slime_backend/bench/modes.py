@@ -29,14 +29,13 @@ from typing import Any
 from slime_backend.bench.catalog import Say
 from slime_backend.bench.engine_speeds import measure_speeds
 from slime_backend.bench.engines import running_engines
-from slime_backend.bench.mode_load import Shape
-from slime_backend.bench.mode_results import ModeResults
-from slime_backend.bench.mode_slices import Slice, run_slice
+from slime_backend.bench.mode_slices import run_slice
 from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import Row, keep, ratio, short
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import DEFAULT_HOOKS
 from slime_backend.local_trainer.models import make_tiny_model
+from slime_backend.planner.measured import ModeResults, Shape, Slice
 from slime_backend.planner.work import MODES, Mode, groups_in_flight
 from slime_backend.policy import decide
 

@@ -6,7 +6,7 @@ import contextlib
 from types import ModuleType
 from typing import Any
 
-from slime_backend.post_import import on_import
+from slime_backend.import_hooks import on_import
 
 
 def install() -> None:

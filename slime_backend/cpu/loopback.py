@@ -12,7 +12,7 @@ import random
 from typing import Any
 
 from slime_backend.cpu import source
-from slime_backend.post_import import on_import
+from slime_backend.import_hooks import on_import
 
 PORT_VARIABLE = "REEF_SLIME_ENGINE_PORTS"  # the first of a job's ports; the driver draws it, its workers get it
 SLIME_FIRST_PORT = 15000

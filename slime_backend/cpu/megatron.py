@@ -13,7 +13,7 @@ import typing
 from typing import Any
 
 from slime_backend.cpu import source, torch_cuda
-from slime_backend.post_import import on_import
+from slime_backend.import_hooks import on_import
 
 # Megatron-core compares `tensor.type()` with these names; a CPU tensor's has no "cuda".
 REWRITES: dict[str, dict[str, str]] = {

@@ -6,14 +6,12 @@ A shim is written for one text in one file. `require` and `rewrite` look for tha
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
+from types import ModuleType
+
+from slime_backend.import_hooks import on_source
 
 WRITTEN_FOR = "megatron-core 0.19.2 and slime 0.3.1"
 
@@ -47,13 +45,15 @@ def rewrite(module_name: str, replacements: dict[str, str]) -> None:
 
     Too late, and an error, where the module is imported already.
     """
-    if module_name in _rules:
-        return
-    if module_name in sys.modules:
+
+    def replaced(source: str, file: str) -> str:
+        require(module_name, file, source, list(replacements))
+        for old, new in replacements.items():
+            source = source.replace(old, new)
+        return source
+
+    if not on_source(module_name, replaced):
         raise SourceMovedError(f"{module_name} was imported before the CPU mode could prepare it")
-    _rules[module_name] = replacements
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
 
 
 def _found(module_name: str) -> str:
@@ -62,28 +62,3 @@ def _found(module_name: str) -> str:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
         return f"a {package} that isn't installed as a package"
-
-
-_rules: dict[str, dict[str, str]] = {}
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _rules:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            spec.loader = _Loader(fullname, spec.loader.path)
-        return spec
-
-
-class _Loader(importlib.machinery.SourceFileLoader):
-    def get_code(self, fullname: str) -> CodeType | None:
-        source: Any = self.get_source(fullname)
-        rules = _rules[fullname]
-        require(fullname, self.path, source, list(rules))
-        for old, new in rules.items():
-            source = source.replace(old, new)
-        return compile(source, self.path, "exec", dont_inherit=True)

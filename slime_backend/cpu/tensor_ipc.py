@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime_backend.cpu import source
-from slime_backend.post_import import on_import
+from slime_backend.import_hooks import on_import
 
 
 def install() -> None:

@@ -7,13 +7,15 @@ the one to refuse.
 
     hook           file               changes
     cpu_attention  cpu_attention.py   attention on a CPU: right for sliding windows, fast for prefix hits and batches
-    kv_evidence    kv_evidence.py     /server_info: what each scheduler counted itself
+    kv_evidence    kv_evidence.py     /server_info: what each scheduler counted itself; when weights change it waits for
+                                      the device (device_fence.py) and drops image features (image_features.py)
     kv_spans       kv_spans.py        meta_info: which weights sampled each token, and which computed its context
     scope          scope.py           radix-cache keys: the weight epoch; sweeps older entries at a publication
     swa_anchors    swa_anchors.py     radix cache: keeps a sliding window where prompts may diverge
     paused_sleep   paused_sleep.py    lets a paused scheduler sleep until the next message
     retract_frees  retract_frees.py   gives the KV slots of all retracted requests back at once
     retract_flush  retract_flush.py   lets a flush through after a retract pause, where SGLang refuses it
+    grammar_flush  grammar_flush.py   lets a flush through while requests wait for their grammars
     sampled_spans  sampled_spans.py   meta_info: which weights sampled each token, where SGLang doesn't say
     hook_switch    hook_switch.py     takes the others out of a running engine and puts them back, for a bench
 """
@@ -38,6 +40,7 @@ HOOK_MODULES: dict[str, str] = {
     "paused_sleep": "slime_backend.engine_plugin.paused_sleep",
     "retract_frees": "slime_backend.engine_plugin.retract_frees",
     "retract_flush": "slime_backend.engine_plugin.retract_flush",
+    "grammar_flush": "slime_backend.engine_plugin.grammar_flush",
     "sampled_spans": "slime_backend.engine_plugin.sampled_spans",
     "hook_switch": "slime_backend.engine_plugin.hook_switch",
 }

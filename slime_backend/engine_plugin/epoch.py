@@ -12,11 +12,14 @@ Shared by the hooks that need it; they subscribe with `on_end`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from slime_backend import wire
-from slime_backend.engine_plugin import generation, label_relay, registry
+from slime_backend.engine_plugin import device_fence, generation, label_relay, registry
+
+log = logging.getLogger(__name__)
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = tuple(f"{UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
@@ -40,9 +43,13 @@ class WeightEpoch:
         self._listeners.append(listener)
 
     def advance(self, scheduler: Any) -> None:
-        """End the current epoch."""
+        """End the current epoch. A listener that fails leaves its part of the evidence as it was: SGLang's scheduler
+        must not end by it, and the controller refuses the update."""
         for listener in self._listeners:
-            listener(scheduler, self.number)
+            try:
+                listener(scheduler, self.number)
+            except Exception:
+                log.exception("reef-slime: %s failed at the end of weight epoch %d", listener.__module__, self.number)
         self._names[self.number] = self._current_version()
         self.number += 1
         self._admissions = 0
@@ -58,6 +65,7 @@ class WeightEpoch:
 
 
 EPOCH = WeightEpoch(generation.served_version)
+EPOCH.on_end(device_fence.on_epoch_end)  # the first listener: nothing may change before the device has finished
 _status: str | None = None
 
 
@@ -66,6 +74,7 @@ def install(hook: str) -> str:
     global _status
     if _status != wire.ACTIVE:
         functions: list[registry.HookFunction] = [(target, "before", _before_update) for target in UPDATES]
+        functions += device_fence.functions(UPDATER)
         if generation.scheduler_learns_labels():
             functions.append((RENAME, "before", _before_rename))
         else:

@@ -19,7 +19,10 @@ SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 def holds_kv(req: Any) -> bool:
     """Whether a request holds KV slots. A request's KV record came with 0.5.23; before, its row says so."""
     record = getattr(req, "kv", None)
-    return bool(record.holds_kv) if record is not None else req.req_pool_idx is not None
+    if record is None:
+        return req.req_pool_idx is not None
+    # A backup on the host is restored instead of prefilled again, so it is KV that the request holds.
+    return bool(record.holds_kv) or getattr(record, "retraction_backup", None) is not None
 
 
 def committed_length(req: Any) -> int:
@@ -47,6 +50,25 @@ def session_records_holding_kv(tree: Any) -> int:
     if hasattr(tree, "session_records"):
         return sum(bool(record.holds_kv) for record in tree.session_records().values())
     return int(tree.session_held_req_count())
+
+
+def tensor_place(scheduler: Any) -> tuple[str, int, int]:
+    """(group, rank, size) among the processes that one rank answers for: those of one pipeline stage and one attention
+    data-parallel rank. Rank 0 is the one whose answers SGLang passes on.
+    """
+    from sglang.srt import runtime_context
+
+    current = getattr(runtime_context, "get_parallel", None)
+    parallel = current() if current is not None else scheduler.ps
+    context_rank, context_size = getattr(parallel, "attn_cp_rank", 0), getattr(parallel, "attn_cp_size", 1)
+    group = f"{parallel.pp_rank}.{getattr(parallel, 'attn_dp_rank', None) or 0}"
+    rank = context_rank * parallel.attn_tp_size + parallel.attn_tp_rank
+    return group, int(rank), int(parallel.attn_tp_size * context_size)
+
+
+def caches_mamba_states(tree: Any) -> bool:
+    """Whether the prefix cache keeps states of linear-attention layers, which it then counts on their own."""
+    return bool(tree.supports_mamba())
 
 
 def served_version() -> str:

@@ -11,7 +11,8 @@ configuration twice, which takes 40 ms on one core, and between pause and verifi
 
 Listens around Scheduler.flush_cache (:5518), pause_generation (:5817) and continue_generation (:5934), and adds to
 get_internal_state (:5549) and, behind TokenizerManager.__init__, the route. The pause mode `abort` never reaches the
-scheduler (tokenizer_manager.py:2272), so `paused` and `pauses` do not count it.
+scheduler (tokenizer_manager.py:2272), so `paused` and `pauses` do not count it. `paused` is SGLang's own flag, which
+some of its loops never read (pipeline parallelism, --enable-pdmux); `forward_passes` shows whether it is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime_backend import wire
-from slime_backend.engine_plugin import epoch, generation, registry
+from slime_backend.engine_plugin import (
+    device_fence,
+    epoch,
+    generation,
+    image_features,
+    loads,
+    pools,
+    registry,
+    tensor_ranks,
+)
 from slime_backend.engine_plugin.epoch import EPOCH
 from slime_backend.engine_plugin.generation import SCHEDULER, holds_kv
 
@@ -33,6 +43,7 @@ log = logging.getLogger(__name__)
 HOOK = "kv_evidence"
 MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 SERVER = "sglang.srt.entrypoints.http_server"
+GATHER_S = 5.0  # for the reports of an engine's other tensor ranks; a controller waits 10 s for the whole call
 REPORT_ONLY = "reef-slime: report only"  # the id of a request for an internal state of nothing but our report
 
 
@@ -69,6 +80,10 @@ def install() -> str:
     status = epoch.install(HOOK)
     if status != wire.ACTIVE:
         return status
+    EPOCH.on_end(image_features.clear)
+    status = pools.install(HOOK)
+    if status != wire.ACTIVE:
+        return status
     return registry.attach(
         HOOK,
         [
@@ -77,6 +92,8 @@ def install() -> str:
             (f"{SCHEDULER}.flush_cache", "around", _around_flush),
             (f"{SCHEDULER}.pause_generation", "around", _around_pause),
             (f"{SCHEDULER}.continue_generation", "around", _around_continue),
+            (f"{SCHEDULER}.__init__", "after", tensor_ranks.after_scheduler),
+            *loads.functions(),
         ],
     )
 
@@ -98,9 +115,11 @@ def live_requests(scheduler: Any) -> list[Any]:
 
 def evidence(scheduler: Any) -> wire.KvEvidence:
     """Count the scheduler's KV. Runs on the scheduler's own thread, between two steps."""
-    tree, rows, own = scheduler.tree_cache, scheduler.req_to_token_pool, counters()
-    full_free, full_capacity, swa_free, swa_capacity = _slots(scheduler.token_to_kv_pool_allocator)
-    hybrid = swa_capacity > 0
+    tree, own = scheduler.tree_cache, counters()
+    free = pools.free(scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool)
+    capacity = pools.when_empty()
+    hybrid, mamba = capacity.swa > 0, generation.caches_mamba_states(tree)
+    parts = hybrid or mamba
     holding = sum(holds_kv(req) for req in live_requests(scheduler)) + generation.session_records_holding_kv(tree)
     return wire.KvEvidence(
         flush_epoch=own.flush_epoch,
@@ -114,38 +133,32 @@ def evidence(scheduler: Any) -> wire.KvEvidence:
         tokens_at_pause=own.tokens_at_pause,
         swept_epoch=own.swept_epoch,
         swept_tokens=own.swept_tokens,
-        tree_full_evictable=int(tree.full_evictable_size() if hybrid else tree.evictable_size()),
-        tree_full_protected=int(tree.full_protected_size() if hybrid else tree.protected_size()),
+        tree_full_evictable=int(tree.full_evictable_size() if parts else tree.evictable_size()),
+        tree_full_protected=int(tree.full_protected_size() if parts else tree.protected_size()),
         tree_swa_evictable=int(tree.swa_evictable_size()) if hybrid else 0,
         tree_swa_protected=int(tree.swa_protected_size()) if hybrid else 0,
-        full_free=full_free,
-        full_capacity=full_capacity,
-        swa_free=swa_free,
-        swa_capacity=swa_capacity,
-        request_rows_free=int(rows.available_size()),
-        request_rows_capacity=int(rows.size),
+        full_free=free.full,
+        full_capacity=capacity.full,
+        swa_free=free.swa,
+        swa_capacity=capacity.swa,
+        request_rows_free=free.rows,
+        request_rows_capacity=capacity.rows,
         requests_holding_kv=int(holding),
         waiting=len(scheduler.waiting_queue),
         running=len(scheduler.running_batch.reqs),
         chunked=int(scheduler.chunked_req is not None),
         result_queue=len(getattr(scheduler, "result_queue", None) or ()),
-    )
-
-
-def _slots(allocator: Any) -> tuple[int, int, int, int]:
-    """Free and capacity of the full pool, then of the sliding-window pool (0, 0 without one).
-
-    A paged allocator hands out whole pages and never the rest of a pool that is no multiple of its page
-    (mem_cache/allocator/paged.py:153), so capacity is counted in whole pages too.
-    """
-    page = int(allocator.page_size)
-    if not hasattr(allocator, "swa_available_size"):
-        return int(allocator.available_size()), int(allocator.size) // page * page, 0, 0
-    return (
-        int(allocator.full_available_size()),
-        int(allocator.size_full) // page * page,
-        int(allocator.swa_available_size()),
-        int(allocator.size_swa) // page * page,
+        # Every loop of SGLang that launches a batch counts it here (`run_batch`; the MLX loop by itself).
+        forward_passes=int(scheduler.forward_ct),
+        device_waits=device_fence.waits,
+        device_waits_failed=device_fence.failed,
+        image_features=image_features.count(scheduler),
+        grammar_queue=len(scheduler.grammar_manager.grammar_queue),
+        tree=pools.tree_name(tree),
+        tree_mamba_evictable=int(tree.mamba_evictable_size()) if mamba else 0,
+        tree_mamba_protected=int(tree.mamba_protected_size()) if mamba else 0,
+        mamba_free=free.mamba,
+        mamba_capacity=capacity.mamba,
     )
 
 
@@ -172,18 +185,41 @@ def _around_internal_state(original: Any, scheduler: Any, request: Any, *args: A
         output = GetInternalStateReqOutput(internal_state={})
     else:
         output = original(scheduler, request, *args, **kwargs)
+    output.internal_state[wire.REPORT_KEY] = _report(scheduler)
+    return output
+
+
+def _report(scheduler: Any) -> dict[str, Any]:
+    """This rank's report, with those of the ranks that it answers for."""
+    own = _own_report(scheduler)
+    others = tensor_ranks.RANKS.share("report", own, GATHER_S)
+    if "error" in own:
+        return own
+    own["missing_ranks"] = {}
+    for rank, other in others.items():
+        if isinstance(other, str):
+            own["missing_ranks"][str(rank)] = other
+        elif "error" in other:
+            own["missing_ranks"][str(rank)] = other["error"]
+        else:
+            own["tensor_ranks"].append(other)
+    return own
+
+
+def _own_report(scheduler: Any) -> dict[str, Any]:
     try:
-        report = wire.SchedulerReport(
+        return wire.SchedulerReport(
             instance_id=counters().instance_id,
             hooks=registry.statuses(),
             epoch=EPOCH.number,
             kv=evidence(scheduler),
-        )
-        output.internal_state[wire.REPORT_KEY] = report.to_json()
+            loads=wire.Loads(loads.LOADS.done, loads.LOADS.failed, loads.LOADS.last_failure),
+            tensor_rank=tensor_ranks.RANKS.place.rank,
+            tensor_size=tensor_ranks.RANKS.place.size,
+        ).to_json()
     except Exception as error:  # a cache type we can't count must not end the scheduler; the reader refuses this form
         log.exception("reef-slime: no evidence from this scheduler")
-        output.internal_state[wire.REPORT_KEY] = {"error": f"{type(error).__name__}: {error}"}
-    return output
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _around_flush(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> bool:

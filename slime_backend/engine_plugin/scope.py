@@ -15,12 +15,11 @@ what a caller chose, and the LoRA id that SGLang appends to it, stays whole behi
 entry bears a stamp no caller's key can pass for one. `cache_salt` is left alone.
 
 Inactive, with the reason, where KV is kept or lent past the key: streaming sessions, HiCache and its storage, external
-caches, disaggregated prefill and decode. Embeddings of images, which no key guards, are dropped at the end of an epoch.
+caches, disaggregated prefill and decode.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +118,14 @@ def sweep(tree: Any) -> None:
         swa_num_tokens=int(tree.swa_evictable_size()) if tree.supports_swa() else 0,
         mamba_num=int(tree.mamba_evictable_size()) if tree.supports_mamba() else 0,
     )
-    counters().swept_tokens += int(tree.evict(wanted).num_tokens_evicted)
+    # The allocator copies its list of free slots at each node that it takes back, unless they come as one group.
+    slots = tree.token_to_kv_pool_allocator
+    slots.free_group_begin()
+    try:
+        evicted = tree.evict(wanted)
+    finally:
+        slots.free_group_end()
+    counters().swept_tokens += int(evicted.num_tokens_evicted)
 
 
 def why_not_scoped(tree: Any) -> str | None:
@@ -187,7 +193,3 @@ def _on_epoch_end(scheduler: Any, ending: int) -> None:
         return
     sweep(scheduler.tree_cache)
     counters().swept_epoch = ending + 1  # every entry from now on is of this epoch
-    multimodal = sys.modules.get("sglang.srt.managers.mm_schedule")
-    embeddings = getattr(multimodal, "embedding_cache", None)
-    if embeddings is not None:
-        embeddings.clear()  # keyed by the image alone, and no flush clears it

@@ -46,7 +46,18 @@ class Judged:
             versions=r.versions,
             loss_mask=[1 - beyond for beyond in self.decision.beyond] if masked else None,
             stale=self.decision.beyond if corrected else None,
+            temperature=r.temperature,
+            fresh=self.fresh(),
         )
+
+    def fresh(self) -> list[int]:
+        """Per output token, 1 where the weights that are trained sampled it, from KV that they all computed. A token of
+        lag 0 over KV of an older version was sampled by no single model."""
+        own = [0] * len(self.record.output_ids)
+        for segment in self.record.segments:
+            if all(span.version == segment.version for span in segment.context):
+                own[segment.start : segment.end] = [1] * (segment.end - segment.start)
+        return [int(one and lag == 0) for one, lag in zip(own, self.decision.lag.per_token(), strict=True)]
 
 
 @dataclass(slots=True)

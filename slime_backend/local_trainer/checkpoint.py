@@ -50,7 +50,8 @@ def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        # Optimizers take it to their own device.
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
         int(state["step"])
     except Exception as error:  # torch raises whatever its unpickler meets in a damaged file
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -115,10 +115,11 @@ def _add_up(mine: Trained) -> Trained:
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (mine.rows(), mine.loss, mine.signal))
     whole = Trained(shared_prefix=mine.shared_prefix)
-    for (now, behaviour, stale), loss, signal in parts:
+    for (now, behaviour, stale, fresh), loss, signal in parts:
         whole.now.append(now)
         whole.behaviour.append(behaviour)
         whole.stale.append(stale)
+        whole.fresh.append(fresh)
         whole.loss += loss
         whole.signal = whole.signal or signal
     return whole

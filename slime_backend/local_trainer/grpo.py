@@ -1,7 +1,8 @@
 """One optimisation step of GRPO on rollouts that an engine sampled under older weights.
 
     rewards of a group of n answers to one prompt  ->  advantage A_i = (r_i - mean) / (std + eps), 0 if all are equal
-    ratio   w_t  = exp(log p_now(t) - log p_engine(t)), the engine's recorded log-prob being the behaviour policy
+    ratio   w_t  = exp(log p_now(t) - log p_engine(t)), the engine's recorded log-prob being the behaviour policy,
+                   both at the temperature that the token was sampled at
     loss         = - mean over tokens of  min(w_t, bound) * A_i * log p_now(t),  the weight taken as a constant
 
 A token that the staleness policy `correct` marks as stale has weight 0 where w_t leaves ratio_low .. ratio_high; it
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from slime_backend.local_trainer.shared_prefix import SharedPrefix, suffix_logprobs
+from slime_backend.provenance.sampling_params import GREEDY_BELOW, scored_temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,15 @@ class Sample:
 
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
-    behaviour_logprobs: Sequence[float]  # one per output token, at temperature 1, by the version that sampled it
+    behaviour_logprobs: Sequence[float]  # one per output token, at its temperature, by the version that sampled it
     reward: float
     group: str | int = 0  # samples of one group answer the same prompt
     versions: tuple[str, ...] = ()  # weight versions that sampled its tokens, oldest first
     loss_mask: Sequence[int] | None = None  # per output token, 0 = not trained on; None = all are
     stale: Sequence[int] | None = None  # per output token, 1 = masked where its ratio isn't trusted; None = none is
+    temperature: float | Sequence[float] = 1.0  # that it was sampled at: of the sample, or one per output token
+    # Per output token, 1 = sampled by the weights that are trained, from KV that they computed: its ratio should be 1.
+    fresh: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         length = len(self.output_ids)
@@ -51,8 +56,31 @@ class Sample:
             raise ValueError(f"group {self.group}: a loss mask of {len(self.loss_mask)} for {length} output tokens")
         if self.stale is not None and len(self.stale) != length:
             raise ValueError(f"group {self.group}: {len(self.stale)} marks of staleness for {length} output tokens")
+        if self.fresh is not None and len(self.fresh) != length:
+            raise ValueError(f"group {self.group}: {len(self.fresh)} marks of freshness for {length} output tokens")
+        if len(self.temperatures) != length:
+            raise ValueError(f"group {self.group}: {len(self.temperatures)} temperatures for {length} output tokens")
+        for position, temperature in enumerate(self.temperatures):
+            trained = self.loss_mask is None or self.loss_mask[position]
+            if not math.isfinite(temperature) or (trained and temperature < GREEDY_BELOW):
+                raise ValueError(
+                    f"group {self.group}: output token {position} was sampled at temperature {temperature:g}: a greedy "
+                    "choice has no importance weight; sample at a temperature over 0, or mask it out"
+                )
         if not math.isfinite(self.reward) or not all(map(math.isfinite, self.behaviour_logprobs)):
             raise ValueError(f"group {self.group}: reward and behaviour log-probs must be finite")
+
+    @property
+    def temperatures(self) -> Sequence[float]:
+        """One per output token."""
+        if isinstance(self.temperature, int | float):
+            return [float(self.temperature)] * len(self.output_ids)
+        return self.temperature
+
+    @property
+    def divisors(self) -> list[float]:
+        """What the logits of each output token are divided by; 1 for a greedy one, which is never trained on."""
+        return [scored_temperature(t) for t in self.temperatures]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +131,8 @@ class StepMetrics:
     entropy: float  # nats per token, estimated by -log p_now of the sampled tokens
     logprob_gap_mean: float  # mean |log p_now - log p_engine|: staleness and numerical mismatch together
     shared_prefix: int  # tokens of the common prefix, run once instead of once per sample
+    tokens_at_lag_0: int = 0  # sampled by these very weights, from KV that they computed
+    logprob_gap_at_lag_0: float | None = None  # mean over these of |log p_now - log p_engine|: mismatch alone
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -143,9 +173,16 @@ def policy_loss(
 
 
 def token_logprobs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
-    """Log-prob (temperature 1, with gradient) of every output token under `model`: one (output length,) per sample."""
+    """Log-prob (at the sample's temperature, with gradient) of every output token under `model`: one (output length,)
+    per sample."""
     prefix = SharedPrefix.run(model, [s.prompt_ids for s in samples])
-    return suffix_logprobs(model, prefix, [(s.prompt_ids, s.output_ids) for s in samples])
+    return _sample_logprobs(model, prefix, samples)
+
+
+def _sample_logprobs(model: Any, prefix: SharedPrefix, samples: Sequence[Sample]) -> list[Tensor]:
+    divisors = [t for s in samples for t in s.divisors]
+    rows = [(s.prompt_ids, s.output_ids) for s in samples]
+    return suffix_logprobs(model, prefix, rows, None if all(t == 1.0 for t in divisors) else divisors)
 
 
 def make_optimizer(model: Any, config: GrpoConfig) -> torch.optim.Adam:
@@ -155,17 +192,18 @@ def make_optimizer(model: Any, config: GrpoConfig) -> torch.optim.Adam:
 @dataclass(slots=True)
 class Trained:
     """What the losses of a step left behind: of every trained token its log-prob now, that of the version that sampled
-    it, and whether it is stale; all (tokens,)."""
+    it, whether it is stale, and whether these weights sampled it; all (tokens,)."""
 
     now: list[Tensor] = field(default_factory=list)
     behaviour: list[Tensor] = field(default_factory=list)
     stale: list[Tensor] = field(default_factory=list)
+    fresh: list[Tensor] = field(default_factory=list)
     loss: float = 0.0
     signal: bool = False  # some token has a gradient
     shared_prefix: int = 0
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.cat(self.now), torch.cat(self.behaviour), torch.cat(self.stale)
+    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return torch.cat(self.now), torch.cat(self.behaviour), torch.cat(self.stale), torch.cat(self.fresh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,17 +258,22 @@ def part_losses(
     trained.shared_prefix = prefix.length
     for part in parts:
         samples = [batch.samples[i] for i, _ in part]
-        logprobs = torch.cat(suffix_logprobs(model, prefix, [(s.prompt_ids, s.output_ids) for s in samples]))
+        logprobs = torch.cat(_sample_logprobs(model, prefix, samples))
         engine = torch.cat([torch.tensor(s.behaviour_logprobs, dtype=torch.float32) for s in samples])
         share = torch.cat([batch.weights[i] * counts for i, counts in part])
         advantage = torch.cat([torch.full((len(batch.samples[i].output_ids),), batch.advantages[i]) for i, _ in part])
-        stale = torch.cat([_stale_marks(s) for s in samples])
+        stale = torch.cat([_marks(s, s.stale) for s in samples])
+        fresh = torch.cat([_marks(s, s.fresh) for s in samples])
+        engine, share, advantage, stale, fresh = (
+            t.to(logprobs.device) for t in (engine, share, advantage, stale, fresh)
+        )
         loss, importance = policy_loss(logprobs, engine, advantage, share, stale, config)
         trained.loss += float(loss.detach())
         counted = share > 0
         trained.now.append(logprobs.detach()[counted])
         trained.behaviour.append(engine[counted])
         trained.stale.append(stale[counted])
+        trained.fresh.append(fresh[counted])
         trained.signal = trained.signal or bool((share * advantage * importance).any())
         yield loss
 
@@ -263,10 +306,10 @@ def grpo_step(
     return step_metrics(batch, trained, config, norm)
 
 
-def _stale_marks(sample: Sample) -> Tensor:
-    if sample.stale is None:
+def _marks(sample: Sample, marks: Sequence[int] | None) -> Tensor:
+    if marks is None:
         return torch.zeros(len(sample.output_ids), dtype=torch.bool)
-    return torch.tensor([bool(mark) for mark in sample.stale])
+    return torch.tensor([bool(mark) for mark in marks])
 
 
 def _token_weights(samples: Sequence[Sample], normalise: str) -> list[Tensor]:
@@ -284,13 +327,14 @@ def _token_weights(samples: Sequence[Sample], normalise: str) -> list[Tensor]:
 
 def step_metrics(batch: StepBatch, trained: Trained, config: GrpoConfig, norm: float) -> StepMetrics:
     samples = batch.samples
-    now, engine, stale = trained.rows()
+    now, engine, stale, fresh = trained.rows()
     rewards = torch.tensor([s.reward for s in samples], dtype=torch.float64)
     gap = now - engine
     ratios = gap.exp()
     some = bool(now.numel())  # every token may be masked out
     low, high = stale & (ratios < config.ratio_low), stale & (ratios > config.ratio_high)
     clipped = (ratios > config.ratio_bound) & ~high
+    at_lag_0 = gap.abs()[fresh]
     return StepMetrics(
         loss=trained.loss,
         grad_norm=norm,
@@ -308,4 +352,6 @@ def step_metrics(batch: StepBatch, trained: Trained, config: GrpoConfig, norm: f
         entropy=float(-now.mean()) if some else 0.0,
         logprob_gap_mean=float(gap.abs().mean()) if some else 0.0,
         shared_prefix=trained.shared_prefix,
+        tokens_at_lag_0=at_lag_0.numel(),
+        logprob_gap_at_lag_0=float(at_lag_0.mean()) if at_lag_0.numel() else None,
     )

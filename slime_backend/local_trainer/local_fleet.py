@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,13 +12,16 @@ from slime_backend.config import RunConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import EngineSettings, EngineStartError, LocalEngine
 from slime_backend.fleet import Fleet, admit
+from slime_backend.liveness import look
+from slime_backend.local_trainer.devices import place
 
 WATCH_S = 2.0  # between two looks at the engines of `reef-slime up`
 
 
 def make_engines(config: RunConfig, model: Path, version: str, log_dir: Path) -> list[LocalEngine]:
-    """One LocalEngine per `config.engines`, not started."""
+    """One LocalEngine per `config.engines`, not started. Raises RunError where there are too few GPUs."""
     ports = config.ports or [0] * config.engines
+    devices = place(config, trains=False).engines
     return [
         LocalEngine(
             EngineSettings(
@@ -35,6 +38,7 @@ def make_engines(config: RunConfig, model: Path, version: str, log_dir: Path) ->
                 threads=config.engine_threads,
                 skip_tokenizer=config.skip_tokenizer,
                 extra=config.engine_flags,
+                devices=devices[i],
             ),
             log_path=log_dir / f"engine{i}.log",
             name=f"engine{i}",
@@ -51,7 +55,16 @@ async def running_fleet(
 
     Raises EngineStartError, EngineUnfit or PortOccupiedError, after every started engine was stopped.
     """
-    engines = make_engines(config, model, version, log_dir)
+    async with started_fleet(make_engines(config, model, version, log_dir), config, version, say) as fleet:
+        yield fleet
+
+
+@asynccontextmanager
+async def started_fleet(
+    engines: Sequence[LocalEngine], config: RunConfig, version: str, say: Callable[[str], None]
+) -> AsyncIterator[Fleet]:
+    """`running_fleet` of these engines."""
+    keys = config.engine_keys
     for engine in engines:
         engine.check()
     clients: list[EngineClient] = []
@@ -60,9 +73,9 @@ async def running_fleet(
             await asyncio.to_thread(engine.start)
             say(f"{engine.name} starts on {engine.url} (log: {engine.log_path})")
         await asyncio.gather(*(asyncio.to_thread(e.wait_ready, config.engine_ready_s) for e in engines))
-        fleet = Fleet(config.policy, version)
+        fleet = Fleet(config.policy, version, wait_s=config.engine_wait_s)
         for engine in engines:
-            client = EngineClient(engine.url, name=engine.name)
+            client = EngineClient(engine.url, name=engine.name, keys=keys, deadlines=config.deadlines)
             clients.append(client)
             await admit(fleet, client)
         yield fleet
@@ -81,10 +94,17 @@ async def serve_engines(
     Raises EngineStartError when one ends by itself.
     """
     with tempfile.TemporaryDirectory(prefix="reef-slime-up-") as logs:
-        async with running_fleet(config, model, "v0", Path(logs), say) as fleet:
+        engines = make_engines(config, model, "v0", Path(logs))
+        async with started_fleet(engines, config, "v0", say) as fleet:
             ready([m.client.url for m in fleet.members.values()])
-            while True:
-                await asyncio.sleep(WATCH_S)
-                for member in fleet.members.values():
-                    if not await member.client.healthy(deadline=30.0):
-                        raise EngineStartError(f"{member.name} no longer answers at {member.client.url}")
+            await until_one_is_gone([(m.client, e.alive) for m, e in zip(fleet.members.values(), engines, strict=True)])
+
+
+async def until_one_is_gone(engines: Sequence[tuple[EngineClient, Callable[[], bool]]]) -> None:
+    """Look at the engines again and again, each with whether its process is alive. Raises EngineStartError."""
+    while True:
+        await asyncio.sleep(WATCH_S)
+        for client, alive in engines:
+            found = await look(client, process_alive=alive)
+            if found.life == "gone":
+                raise EngineStartError(f"{client.name} no longer answers at {client.url}: {found.seen}")

@@ -31,11 +31,12 @@ from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
 from slime_backend.local_trainer.metrics import of_rollouts, publication_metrics
 from slime_backend.local_trainer.resumption import log_again, log_step, make_good
+from slime_backend.local_trainer.retention import audit_is_behind, prune
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
 from slime_backend.local_trainer.trainer import Trainer, make_trainer
 from slime_backend.provenance import audit_follow
-from slime_backend.provenance.alerts import audit_alerts, publication_alerts
+from slime_backend.provenance.alerts import audit_alerts, gap_alerts, publication_alerts
 from slime_backend.provenance.audit import AuditResult, Violation, audit_run
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import JsonlWriter
@@ -112,7 +113,7 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
         mode=config.wandb,
         project=config.wandb_project,
         name=config.name,
-        settings=config.model_dump(),
+        settings=config.to_record(),
         artifacts=config.wandb_artifacts,
     )
     if resume:
@@ -128,7 +129,7 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
             await asyncio.to_thread(trainer.source.save, run_dir / "weights" / version)
             async with running_fleet(config, run_dir / "weights" / version, version, run_dir, reporter.say) as fleet:
                 outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
-                run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, beside)
+                run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, beside, version)
                 if beside is not None:
                     beside.start()
                 try:
@@ -142,21 +143,33 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     finally:
         if beside is not None:
             await asyncio.to_thread(beside.stop)
-        summary = write_summary(
-            run_dir,
-            {
-                **outcome,
-                "audit": audit.summary() if audit else None,
-                "wall_s": round(time.monotonic() - started, 1),
-                "peak_rss_gib": round(memory.peak_gib, 2),
-                "policy": str(config.policy),
-                "wandb_run_dir": tracker.directory if config.tracker == "wandb" else None,
-                "tensorboard_dir": tracker.directory if config.tracker == "tensorboard" else None,
-            },
-        )
+        facts = {
+            **outcome,
+            "audit": audit.summary() if audit else None,
+            "wall_s": round(time.monotonic() - started, 1),
+            "peak_rss_gib": round(memory.peak_gib, 2),
+            "policy": str(config.policy),
+            "wandb_run_dir": tracker.directory if config.tracker == "wandb" else None,
+            "tensorboard_dir": tracker.directory if config.tracker == "tensorboard" else None,
+        }
+        summary, why_not = _summary(run_dir, facts)
+        if why_not:
+            reporter.say(why_not)
         tracker.finish(summary)
         report_at_the_end(run_dir, reporter.say)
+    if why_not:
+        raise RunError(why_not)
     return summary
+
+
+def _summary(run_dir: Path, facts: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The summary that was written and ""; or the facts alone and why there is none. What comes after it, the tracker's
+    last call and the report, must not be lost to a full disk, a damaged file or a lack of memory here."""
+    try:
+        return write_summary(run_dir, facts), ""
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        return facts, f"no summary: {what}; the run's other files are there, {run_dir / 'summary.json'} is not"
 
 
 async def _audit(config: RunConfig, run_dir: Path, beside: AuditBeside | None, reporter: Reporter) -> AuditResult:
@@ -199,9 +212,11 @@ class _Run:
         reporter: Reporter,
         run_dir: Path,
         beside: AuditBeside | None,
+        started_from: str,
     ) -> None:
         self.beside = beside
         self.config, self.fleet, self.trainer = config, fleet, trainer
+        self.started_from = started_from
         self.tracker, self.reporter, self.run_dir = tracker, reporter, run_dir
         task = make_task(config.task)
         tokenizer = models.load_tokenizer(base)
@@ -217,7 +232,7 @@ class _Run:
             from slime_backend.transports.distributed import DistributedTransport
 
             return DistributedTransport(self.trainer.source)
-        return DiskTransport(self.trainer.source, self.run_dir / "weights")
+        return DiskTransport(self.trainer.source, self.run_dir / "weights", saved=True)
 
     async def steps(self, first: int) -> None:
         self.worker.start()
@@ -232,6 +247,7 @@ class _Run:
             )
             self._log_decisions(step, batch)
             metrics = await asyncio.to_thread(self._train, batch)
+            self._compare_logprobs(step, metrics)
             self.worker.release(len(batch.groups))
             row = self._record_step(step, batch, metrics)
             version = version_name(step)
@@ -240,6 +256,7 @@ class _Run:
             await asyncio.to_thread(self.trainer.save_state, self.run_dir, step)
             log_step(self.tracker, row)  # once it can't be trained again: no step is logged with two outcomes
             report = await self._publish(version)
+            await self._remove_old_versions(step)
             self._record_publication(step, batch, row, report)
             if self.beside is not None:
                 tell_violations(self.beside.news(), self.tracker, self.reporter)
@@ -252,6 +269,20 @@ class _Run:
 
     def _train(self, batch: Batch) -> StepMetrics:
         return self.trainer.step(batch.samples())
+
+    async def _remove_old_versions(self, step: int) -> None:
+        keep = self.config.keep_versions
+        if keep is None or (self.beside is not None and await asyncio.to_thread(audit_is_behind, self.run_dir)):
+            return
+        weights, in_flight = self.run_dir / "weights", self.worker.versions_in_flight()
+        await asyncio.to_thread(prune, weights, step, keep, in_flight, self.started_from)
+
+    def _compare_logprobs(self, step: int, metrics: StepMetrics) -> None:
+        gap, tokens = metrics.logprob_gap_at_lag_0, metrics.tokens_at_lag_0
+        alerts = gap_alerts(step, gap, tokens, self.config.dtype, self.config.temperature)
+        self.tracker.alert(alerts)
+        for alert in alerts:
+            self.reporter.say(f"{alert.title}: {alert.text}")
 
     async def _publish(self, version: str) -> PublicationReport:
         try:

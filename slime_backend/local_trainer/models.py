@@ -29,6 +29,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from slime_backend.runs import RunError
+from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit, read_checkpoint
 
 transformers_logging.disable_progress_bar()  # it would tear the bars of a run
 
@@ -110,18 +111,27 @@ def make_smollm2(directory: str | Path) -> Path:
     return _make_once(Path(directory), {"model": "SmolLM2-135M-Instruct"}, _write_smollm2)
 
 
-def load_model(directory: str | Path) -> Any:
-    """The model of `directory` in fp32 and eval mode (dropout would make its log-probs differ from an engine's)."""
+def load_model(directory: str | Path, device: str = "cpu") -> Any:
+    """The model of `directory` in fp32 and eval mode (dropout would make its log-probs differ from an engine's), on
+    `device`."""
     path = Path(directory)
     if not (path / "config.json").is_file():
         raise ModelError(
             f"{path}: no model here (config.json is missing); make one with make_tiny_model or check --model"
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        if next(path.glob("*.safetensors"), None) is not None:
+            read_checkpoint(path)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+    except CheckpointUnfit as error:
+        raise ModelError(f"{path}: the model does not load: {error}") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path}: the model does not load: {str(error).splitlines()[0]}") from error
-    return model.eval()
+    if missing := sorted(info.get("missing_keys") or ()):  # transformers makes them up
+        raise ModelError(f"{path}: the model does not load: {missing[0]} is missing ({len(missing)} such tensors)")
+    return model.eval().to(device)
 
 
 def load_tokenizer(directory: str | Path) -> Any:

@@ -69,6 +69,7 @@ class RolloutWorker:
         self._questions: Iterator[Question] = task.questions(random.Random(f"{config.seed}/{self._asked}"))
         self._finished: asyncio.Queue[list[RolloutRecord] | BaseException] = asyncio.Queue()
         self._places = asyncio.Semaphore(config.groups_per_step + config.groups_ahead)
+        self._began: dict[str, str] = {}  # receipt of a request in flight -> the fleet's version when it was sent
         self._stopping = False
         self._groups: set[asyncio.Task[None]] = set()
         self._feeder: asyncio.Task[None] | None = None
@@ -94,6 +95,10 @@ class RolloutWorker:
                 raise RecordError(f"no answer of {self._empty} groups can be used; the last: {self._last_unusable}")
             self.release(1)
         return groups
+
+    def versions_in_flight(self) -> set[str]:
+        """The versions that requests in flight began under; their rollouts name none before."""
+        return set(self._began.values())
 
     def release(self, groups: int) -> None:
         """Free the places of groups that were trained on or dropped.
@@ -148,19 +153,25 @@ class RolloutWorker:
         submitted_at = time.time()
         self._submitted.append({"receipt": receipt, "group": group, "at": submitted_at})
         self.counts.submitted += 1
+        self._began[receipt] = self.fleet.version
+        try:
+            return await self._finish_one(receipt, submitted_at, group, question, ids)
+        finally:
+            del self._began[receipt]
+
+    async def _finish_one(
+        self, receipt: str, submitted_at: float, group: str, question: Question, ids: list[int]
+    ) -> RolloutRecord | None:
+        sampling = {
+            "temperature": self.config.temperature,
+            "max_new_tokens": question.max_tokens,
+            "ignore_eos": not self.task.stop_at_end,
+            **({"stop_token_ids": [self.tokenizer.eos_token_id]} if self.task.stop_at_end else {}),
+            **self._anchors(),
+        }
         answer = await generate(
             self.fleet,
-            {
-                "input_ids": ids,
-                "return_logprob": True,
-                "sampling_params": {
-                    "temperature": self.config.temperature,
-                    "max_new_tokens": question.max_tokens,
-                    "ignore_eos": not self.task.stop_at_end,
-                    **({"stop_token_ids": [self.tokenizer.eos_token_id]} if self.task.stop_at_end else {}),
-                    **self._anchors(),
-                },
-            },
+            {"input_ids": ids, "return_logprob": True, "sampling_params": sampling},
             on_retry=self._count_retry,
         )
         try:
@@ -175,6 +186,7 @@ class RolloutWorker:
                 reward=0.0,
                 submitted_at=submitted_at,
                 attempts=answer.attempts,
+                sampling=sampling,
             )
         except RecordError as error:
             self._note_unusable(receipt, group, str(error), answer.body)

@@ -45,7 +45,7 @@ class SharedPrefix:
         # Without the config every layer keeps all positions; a sliding-window layer gets its window from the mask,
         # which is exact. The cache that drops what is out of the window would save nothing here.
         cache = DynamicCache()
-        model.base_model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        model.base_model(input_ids=torch.tensor([ids], device=_device_of(model)), past_key_values=cache, use_cache=True)
         return cls(ids, tuple((layer.keys, layer.values) for layer in cache.layers))
 
     def detached(self) -> SharedPrefix:
@@ -74,6 +74,11 @@ class SharedPrefix:
         return cache
 
 
+def _device_of(model: Any) -> torch.device:
+    device: torch.device = next(model.parameters()).device
+    return device
+
+
 def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
     """Tokens that all prompts begin with, less one where a prompt would be used up.
 
@@ -89,21 +94,26 @@ def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
     return max(0, limit)
 
 
-def suffix_logprobs(model: Any, prefix: SharedPrefix, rows: Sequence[Row]) -> list[Tensor]:
-    """Log-prob (temperature 1) of each row's output tokens given prompt and earlier output: one (length,) per row.
+def suffix_logprobs(
+    model: Any, prefix: SharedPrefix, rows: Sequence[Row], temperatures: Sequence[float] | None = None
+) -> list[Tensor]:
+    """Log-prob of each row's output tokens given prompt and earlier output: one (length,) per row.
 
-    Every prompt must begin with `prefix`. Only output positions go through the output layer, since the logits of a
+    `temperatures`: of every output token, in the order of the rows; None: 1. Every prompt must begin with `prefix`. Only output positions go through the output layer, since the logits of a
     large vocabulary are the largest tensor of a step.
     """
     suffixes = [list(prompt[prefix.length :]) + list(output[:-1]) for prompt, output in rows]
     starts = [len(prompt) - prefix.length - 1 for prompt, _ in rows]
     width = max(map(len, suffixes))
-    ids = torch.tensor([s + [0] * (width - len(s)) for s in suffixes])
-    positions = torch.arange(prefix.length, prefix.length + width).unsqueeze(0)
+    device = _device_of(model)
+    ids = torch.tensor([s + [0] * (width - len(s)) for s in suffixes], device=device)
+    positions = torch.arange(prefix.length, prefix.length + width, device=device).unsqueeze(0)
     past = {"past_key_values": prefix.cache(len(rows)), "use_cache": True} if prefix.length else {"use_cache": False}
     hidden = model.base_model(input_ids=ids, position_ids=positions, **past).last_hidden_state
     chosen = [hidden[i, start : start + len(rows[i][1])] for i, start in enumerate(starts)]
     logits = model.get_output_embeddings()(torch.cat(chosen)).float()
-    targets = torch.tensor([token for _, output in rows for token in output])
+    if temperatures is not None:
+        logits = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device).unsqueeze(1)
+    targets = torch.tensor([token for _, output in rows for token in output], device=logits.device)
     logprobs = logits.gather(1, targets.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)
     return list(logprobs.split([len(output) for _, output in rows]))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from slime_backend.config import RunConfig
 from slime_backend.local_trainer import models
 from slime_backend.local_trainer.checkpoint import save_trainer_state
+from slime_backend.local_trainer.devices import place
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepMetrics, grpo_step, make_optimizer
 from slime_backend.weight_sources import WeightSource
 from slime_backend.weight_sources.torch_module import TorchModuleSource
@@ -38,15 +39,17 @@ def make_trainer(
         from slime_backend.local_trainer.deepspeed_trainer import DeepSpeedTrainer
 
         return DeepSpeedTrainer(config, grpo, weights, template, run_dir, state)
-    return TorchTrainer(grpo, weights, template, state)
+    return TorchTrainer(grpo, weights, template, state, place(config, trains=True).trainer)
 
 
 class TorchTrainer:
     """The model whole in this process."""
 
-    def __init__(self, grpo: GrpoConfig, weights: Path, template: Path, state: dict[str, Any] | None) -> None:
+    def __init__(
+        self, grpo: GrpoConfig, weights: Path, template: Path, state: dict[str, Any] | None, device: str = "cpu"
+    ) -> None:
         self.grpo = grpo
-        self.model = models.load_model(weights)
+        self.model = models.load_model(weights, device)
         self.optimizer = make_optimizer(self.model, grpo)
         if state:
             self.optimizer.load_state_dict(state["optimizer"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slime_backend.bench.mode_results import ModeResults
 from slime_backend.planner.from_bench import speeds_of
+from slime_backend.planner.measured import ModeResults
 from slime_backend.planner.predict import predict
 from slime_backend.planner.work import MODES, Mode
 
@@ -39,7 +39,7 @@ def compare(runs: Sequence[ModeResults]) -> list[Cell]:
     """Calibrated by the engines alone and one mode's standstill in the same run (from_bench.py); nothing else of the
     slices goes in.
 
-    Raises BenchError where a mode wasn't measured.
+    Raises MeasurementError where a mode wasn't measured.
     """
     return [cell for results in runs for cell in _cells(results)]
 

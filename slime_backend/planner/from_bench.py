@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime_backend.bench.mode_results import ModeResults
+from slime_backend.planner.measured import ModeResults
 from slime_backend.planner.speeds import Speeds
 from slime_backend.planner.work import Mode
 

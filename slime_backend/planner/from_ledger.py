@@ -38,7 +38,11 @@ class Recorded:
 def read_recorded(run_dir: Path, chunk: float) -> Recorded:
     """Raises PlanError where the run has too little to plan with."""
     records = list(read_records(run_dir))
-    publications = [p for p in read_jsonl(run_dir / "publications.jsonl") if p.get("state") == "resumed"]
+    publications = [
+        p
+        for p in read_jsonl(run_dir / "publications.jsonl")
+        if p.get("state") == "resumed" and {type(p.get("started_at")), type(p.get("wall_ms"))} <= {int, float}
+    ]
     if len(records) < 2 or len(publications) < 2:
         raise PlanError(
             f"{run_dir}: {len(records)} rollouts and {len(publications)} publications are too few to plan with; give a "

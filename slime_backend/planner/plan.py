@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slime_backend.bench.mode_results import read_runs, together
 from slime_backend.planner import from_bench, from_ledger
 from slime_backend.planner.compare import CLOSE, Cell, compare
+from slime_backend.planner.measured import read_runs, together
 from slime_backend.planner.predict import Prediction, predict_all
 from slime_backend.planner.recommend import (
     GROUPS,
@@ -107,7 +107,7 @@ class Plan:
 
 
 def make_plan(given: Given) -> Plan:
-    """Raises PlanError for what is missing or can't be, BenchError for a file that isn't the bench's."""
+    """Raises PlanError for what is missing or can't be, MeasurementError for a file that isn't the bench's."""
     if given.run_dir is not None and given.bench is not None:
         raise PlanError("give RUN_DIR or --bench, not both: each says what the traffic is")
     base = _base(given)

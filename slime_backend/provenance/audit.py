@@ -6,7 +6,8 @@ docs/provenance.md, "The audit at scale". `audit_run` audits a run that is there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling import Plan, Sample
+from slime_backend.provenance.sampling_params import not_auditable
 from slime_backend.provenance.scorer import LoadModel, Scorer, WeightsGoneError
 from slime_backend.provenance.segments import read_records
 
@@ -52,6 +54,8 @@ class AuditResult:
     tolerance: float = TOLERANCE
     gone: int = 0  # rollouts that weren't audited, because the weights that they name were removed
     damaged: int = 0  # lines and segments of the ledger that can't be read: their rollouts are in no other figure
+    not_auditable: dict[str, int] = field(default_factory=dict)  # sampling parameters -> rollouts sampled with them
+    waiting: int = 0  # rollouts that `audit_follow` has taken in, or seen, and not checked yet
     finished: bool = True  # False in what `audit_follow` writes while the run goes on
     verdict: Conclusion | None = None
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)  # kind of span -> Differences.to_json
@@ -104,13 +108,22 @@ class Audit:
         self.sample = Sample(rollouts, seed)
         self._diagnostician = Diagnostician(self.scorer, tolerance)
         self._differences = {kind: Differences() for kind in SPAN_KINDS}
+        self._not_auditable: Counter[str] = Counter()
+        self._left_out = 0
+        self._published_names: set[str] = set()
+        self._published_size = 0
         self._checked: set[str] = set()
         self.damage = Damage()  # of the ledger, while it was read
         self._recorded = self._recorded_crossing = self._crossing = self._gone = 0
         self._violations: list[Violation] = []
 
     def offer(self, record: RolloutRecord) -> bool:
-        """Count a rollout; whether it is to be checked."""
+        """Count a rollout; whether it is to be checked. One that was sampled from another distribution than the
+        weights' own (penalties, grammars: sampling_params.py) can't be, and stands for itself in the result."""
+        reason = not_auditable(record.sampling)
+        if reason:
+            self._not_auditable[reason] += 1
+            return False
         self._recorded += 1
         self._recorded_crossing += record.crossing
         return self.sample.offer(record.receipt, record.crossing)
@@ -137,14 +150,14 @@ class Audit:
                 found = replace(found, fault=diagnosis.fault, detail=f"{found.detail}; {diagnosis.text}")
             self._violations.append(found)
 
-    def result(self, *, finished: bool = True) -> AuditResult:
+    def result(self, *, finished: bool = True, waiting: int = 0) -> AuditResult:
         differences = {kind: d for kind, d in self._differences.items() if d.tokens}
         tokens = sum(d.tokens for d in differences.values())
         in_sample = len(self._checked if self.sample.count is None else self._checked & self.sample.holds())
         plan = Plan(self._recorded, self._recorded_crossing)
         return AuditResult(
             rollouts=len(self._checked),
-            recorded=self._recorded,
+            recorded=self._recorded + self._left_out + self._not_auditable.total(),
             tokens=tokens,
             crossing=self._crossing,
             max_abs_logprob_diff=max((d.largest for d in differences.values()), default=0.0),
@@ -152,17 +165,44 @@ class Audit:
             tolerance=self.tolerance,
             gone=self._gone,
             damaged=self.damage.lines + self.damage.segments,
+            not_auditable=dict(self._not_auditable),
+            waiting=waiting,
             finished=finished,
-            verdict=conclude(plan, in_sample, [v.fault for v in self._violations], self.one_in, self._gone),
+            verdict=conclude(
+                plan,
+                in_sample,
+                [v.fault for v in self._violations],
+                self.one_in,
+                self._gone,
+                self._not_auditable,
+            ),
             differences={kind: d.to_json() for kind, d in differences.items()},
             violations=list(self._violations),
         )
 
+    def is_gone(self, record: RolloutRecord) -> bool:
+        """Whether weights that the record names were this run's once and are removed: it can't be checked."""
+        missing = {v for v in _named(record) if not self.scorer.knows(v)}
+        return bool(missing) and missing <= self._published()
+
+    def leave_out(self) -> None:
+        """Count a rollout whose weights are gone before the sample is drawn: it isn't one of those that stand for it."""
+        self._gone += 1
+        self._left_out += 1
+
     def _were_published(self, record: RolloutRecord) -> bool:
         """Whether every version that the record names was this run's, so that its weights were there once."""
-        publications = read_jsonl(self.run_dir / "publications.jsonl")
-        published = {p.get(key) for p in publications for key in ("previous_version", "version")}
-        return _named(record) <= published
+        return _named(record) <= self._published()
+
+    def _published(self) -> set[str]:
+        """Read again where the file has grown."""
+        path = self.run_dir / "publications.jsonl"
+        size = path.stat().st_size if path.is_file() else 0
+        if size != self._published_size:
+            rows = read_jsonl(path)
+            self._published_names = {str(p.get(key)) for p in rows for key in ("previous_version", "version")}
+            self._published_size = size
+        return self._published_names
 
 
 def audit_run(
@@ -178,27 +218,36 @@ def audit_run(
     """Audit a run directory: its ledger against `weights/<version>`.
 
     `rollouts`: how many to check; those that lived through a publication first, then a random sample (None: all).
-    Reads the ledger twice, and holds no more of it than the sample. Raises AuditError where nothing was recorded.
+    Reads the ledger twice, and holds no more of it than the sample, or one rollout where all are checked. Raises AuditError where nothing was recorded.
     """
     audit = Audit(run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in, seed=seed)
     versions: dict[str, int] = {}
-    offered: set[str] = set()
+    offered = wanted = 0
     for record in read_records(run_dir, audit.damage):
-        audit.offer(record)
-        offered.add(record.receipt)
+        offered += 1
+        if not not_auditable(record.sampling) and audit.is_gone(record):
+            audit.leave_out()
+            continue
+        wanted += audit.offer(record)
         for version in record.versions:
             versions.setdefault(version, len(versions))
     if not offered and audit.damage:
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollout that can be read: {audit.damage}")
     if not offered:
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
-    wanted = offered if rollouts is None else audit.sample.holds()
-    chosen = [record for record in read_records(run_dir) if record.receipt in wanted]
-    chosen.sort(key=lambda r: [versions[v] for v in r.versions])  # so that each model is loaded once
+    chosen: Iterable[RolloutRecord]
+    if rollouts is None:  # in the order of the ledger, where versions follow each other
+        records = read_records(run_dir)
+        chosen = (r for r in records if not not_auditable(r.sampling) and not audit.is_gone(r))
+    else:
+        held = audit.sample.holds()
+        chosen = [record for record in read_records(run_dir) if record.receipt in held]
+        chosen.sort(key=lambda r: [versions[v] for v in r.versions])  # so that each model is loaded once
+        wanted = len(chosen)
     for done, record in enumerate(chosen, 1):
         audit.check(record)
         if progress is not None:
-            progress(done, len(chosen))
+            progress(done, wanted)
     return audit.result()
 
 

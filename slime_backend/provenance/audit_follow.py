@@ -93,7 +93,8 @@ def follow(
         more = bool(waiting) or len(news) == room
         over = ending.is_over(now, written=written, new=bool(news), waiting=more)
         if now - saved > SAVE_S:
-            save(run_dir, audit.result(finished=False))
+            # A full look may have left rollouts unread: at least one is taken to wait.
+            save(run_dir, audit.result(finished=False, waiting=max(len(waiting), int(more))))
             saved = now
         if not (over or more):
             time.sleep(poll_s)

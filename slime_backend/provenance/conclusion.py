@@ -8,7 +8,7 @@ not enough samples   what was checked holds, but a contamination of the asked si
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,18 +28,29 @@ class Conclusion:
         return f"{self.outcome}: {self.text}"
 
 
-def conclude(plan: Plan, checked: int, faults: Sequence[str], one_in: int = ONE_IN, gone: int = 0) -> Conclusion:
+def conclude(
+    plan: Plan,
+    checked: int,
+    faults: Sequence[str],
+    one_in: int = ONE_IN,
+    gone: int = 0,
+    not_auditable: Mapping[str, int] | None = None,
+) -> Conclusion:
     """`checked`: rollouts of the sample that were checked, of `plan.recorded`; `faults`: one name per violation;
-    `one_in`: the contamination that must be found; `gone`: rollouts that weren't, for want of their weights."""
+    `one_in`: the contamination that must be found; `gone`: rollouts that weren't, for want of their weights;
+    `not_auditable`: sampling parameters -> rollouts that can't be audited for them, not among `plan.recorded`."""
     finds = plan.finds_one_in(checked)
     found = f"would have been found with {plan.probability:.3g} probability"
     if faults:
         named = ", ".join(f"{count} {fault}" for fault, count in Counter(faults).most_common())
         return Conclusion("contaminated", f"{len(faults)} of the audited rollouts don't hold: {named}", finds)
     without = f"; the weights of {gone:,} more were no longer there" if gone else ""
+    if not_auditable:
+        named = ", ".join(f"{count:,} {names}" for names, count in not_auditable.items())
+        without += f"; {sum(not_auditable.values()):,} more are not auditable: {named}"
     scale = f"{checked:,} of {plan.recorded:,} rollouts audited"
     if checked and checked == plan.recorded:
-        return Conclusion("clean", f"all {checked:,} rollouts audited", finds)
+        return Conclusion("clean", f"all {checked:,} rollouts audited{without}", finds)
     if finds >= min(one_in, plan.recorded) > 0:
         return Conclusion("clean", f"{scale}: one contaminated in {finds:,} {found}{without}", finds)
     enough = f"; {plan.rollouts(one_in):,} are enough for one in {one_in:,}" if plan.recorded else ""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from slime_backend.provenance import classes
 from slime_backend.provenance.errors import RecordError
 from slime_backend.provenance.record_checks import check_answer, check_stored, output_logprobs
+from slime_backend.provenance.sampling_params import transforming
 from slime_backend.provenance.stored_segments import read_segments, shorten
 from slime_backend.wire import (
     KV_PROVENANCE_KEY,
@@ -43,6 +44,8 @@ class RolloutRecord:
     finished_at: float
     attempts: int = 1  # times the request was sent until an engine in good standing answered it
     session: str = ""  # what belongs together: a conversation of several requests, or the group of the local trainer
+    # Sampling parameters that change the distribution, by SGLang's names (sampling_params.py); stored where there are any.
+    sampling: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
     def from_answer(
@@ -59,11 +62,13 @@ class RolloutRecord:
         submitted_at: float,
         attempts: int = 1,
         session: str | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ) -> RolloutRecord:
         """Build a record from SGLang's /generate answer (with `return_logprob`) of an engine with our plugin.
 
-        Without a `session` its group is taken for one. Raises RecordError where the answer lacks provenance, has a
-        different number of log-probs than tokens, or a log-prob that is no number.
+        Without a `session` its group is taken for one. `sampling`: the request's sampling_params. Raises RecordError
+        where the answer lacks provenance, has a different number of log-probs than tokens, or a log-prob that is no
+        number.
         """
         meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
         if not isinstance(meta, Mapping):
@@ -98,6 +103,7 @@ class RolloutRecord:
             time.time(),
             attempts,
             group if session is None else session,
+            transforming(sampling or {}),
         )
 
     @property
@@ -138,6 +144,8 @@ class RolloutRecord:
     def to_json(self) -> dict[str, Any]:
         """Written out by hand: `asdict` copies thousands of token ids one by one, and this is once per rollout."""
         data = {name: getattr(self, name) for name in _PLAIN}
+        if self.sampling:
+            data["sampling"] = dict(self.sampling)
         data["spans"] = [s.to_json() for s in self.spans]
         data["segments"] = shorten(self.segments)
         data["prefills"] = [p.to_json() for p in self.prefills]
@@ -149,7 +157,7 @@ class RolloutRecord:
         if not isinstance(data, Mapping):
             raise RecordError(f"a stored rollout is a {type(data).__name__}, not an object")
         names = {f.name for f in fields(cls)}
-        missing = names - set(data) - {"attempts", "session"}
+        missing = names - set(data) - {"attempts", "session", "sampling"}
         if missing:
             raise RecordError(f"a stored rollout lacks {', '.join(sorted(missing))}")
         check_stored(data)
@@ -163,4 +171,4 @@ class RolloutRecord:
         return cls(**values)
 
 
-_PLAIN = tuple(f.name for f in fields(RolloutRecord) if f.name not in ("spans", "segments", "prefills"))
+_PLAIN = tuple(f.name for f in fields(RolloutRecord) if f.name not in ("spans", "segments", "prefills", "sampling"))

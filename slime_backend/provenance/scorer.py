@@ -18,6 +18,7 @@ from torch.func import functional_call
 from transformers import DynamicCache
 
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.sampling_params import scored_temperature
 from slime_backend.wire import KvSegment, Span
 
 MODELS_IN_MEMORY = 4
@@ -135,7 +136,7 @@ class Scorer:
                 rows.append(output.logits[0, -keep:])
             if span.start == 0 and forward is None:
                 self._remember(span, tokens[: len(record.prompt_ids)], past)
-        logprobs = (torch.cat(rows).float() / (record.temperature or 1.0)).log_softmax(-1)
+        logprobs = (torch.cat(rows).float() / scored_temperature(record.temperature)).log_softmax(-1)
         sampled = torch.tensor(tokens[first + 1 : first + 1 + len(logprobs)])
         return [float(x) for x in logprobs.gather(1, sampled[:, None])[:, 0]]
 

@@ -7,92 +7,184 @@ a clean one.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_backend.provenance.classes import count_classes
+from slime_backend.provenance.bounded import Median, ReceiptCounts
+from slime_backend.provenance.classes import CLASSES, RolloutClass
 from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.run_rows import sound_rows, without_nan
 from slime_backend.provenance.segments import read_records
 
+ENGINE_SUMS = (  # over publications and engines
+    "flush_verified",
+    "sweep_verified",
+    "tokens_swept",
+    "requests_retracted",
+    "tokens_to_prefill_again",
+)
+
 
 def summarise(run_dir: Path) -> dict[str, Any]:
-    """The figures of `submitted.jsonl`, the ledger, `publications.jsonl` and `steps.jsonl`."""
-    damage, ledger_damage = Damage(), Damage()
-    submitted = [row["receipt"] for row in sound_rows(run_dir / "submitted.jsonl", damage)]
-    records = list(read_records(run_dir, ledger_damage))
-    unusable = {row["receipt"] for row in sound_rows(run_dir / "unusable.jsonl", damage)}
-    publications = list(sound_rows(run_dir / "publications.jsonl", damage))
-    steps = list(sound_rows(run_dir / "steps.jsonl", damage))
-    completed = [r.receipt for r in records]
-    missing = len(set(submitted) - set(completed) - unusable)
-    damaged = min(missing, ledger_damage.lines)  # they came back, and can't be read anymore
-    damage.merge(ledger_damage)
-    rewards = [s["reward_mean"] for s in steps]
-    outcomes = [e for p in publications for e in p["engines"]]
+    """The figures of `submitted.jsonl`, the ledger, `publications.jsonl` and `steps.jsonl`.
+
+    Reads each once, row by row, in memory of a fixed size whatever the length of the run.
+    """
+    damage, of_ledger = Damage(), Damage()
+    unusable = len({row["receipt"] for row in sound_rows(run_dir / "unusable.jsonl", damage)})
+    figures = {
+        **_steps(sound_rows(run_dir / "steps.jsonl", damage)),
+        **_publications(sound_rows(run_dir / "publications.jsonl", damage)),
+        **_rollouts(sound_rows(run_dir / "submitted.jsonl", damage), read_records(run_dir, of_ledger)),
+    }
+    missing = max(0, figures["rollouts_lost"] - unusable)
+    damaged = min(missing, of_ledger.lines)  # they came back, and can't be read anymore
+    damage.merge(of_ledger)
     return {
-        "steps": len(steps),
-        "publications": sum(p["state"] == "resumed" for p in publications),
-        "publications_failed": sum(p["state"] == "failed" for p in publications),
-        "engines_confirmed_each": sorted(
-            {sum(e["confirmed"] for e in p["engines"]) for p in publications if p["state"] != "unknown"}
-        ),
-        "publications_unknown": sum(p["state"] == "unknown" for p in publications),
-        "flushes_verified": sum(e["flush_verified"] for e in outcomes),
-        "sweeps_verified": sum(e["sweep_verified"] for e in outcomes),
-        "tokens_swept": sum(e["tokens_swept"] for e in outcomes),
-        "publications_with_retractions": sum(any(e["requests_retracted"] for e in p["engines"]) for p in publications),
-        "requests_retracted": sum(e["requests_retracted"] for e in outcomes),
-        "tokens_to_prefill_again": sum(e["tokens_to_prefill_again"] for e in outcomes),
-        "paused_ms_median": _median([e["paused_ms"] for e in outcomes if e["paused_ms"] is not None]),
-        "pause_to_verified_ms_median": _median(
-            [e["pause_ms"] + e["flush_ms"] for e in outcomes if e["pause_ms"] is not None and e["flush_ms"] is not None]
-        ),
-        "load_ms_median": _median([e["load_ms"] for e in outcomes if e["load_ms"] is not None]),
-        "rollouts_submitted": len(submitted),
-        "rollouts_completed": len(completed),
+        **figures,
         "rollouts_lost": missing - damaged,
         "rollouts_damaged": damaged,
-        "rollouts_unusable": len(unusable),
+        "rollouts_unusable": unusable,
         "damaged_lines": damage.lines,
         "damaged_segments": damage.segments,
         "damaged_places": damage.places,
-        "rollouts_doubled": len(completed) - len(set(completed)),
-        "rollouts_aborted": sum(r.finish_reason == "abort" for r in records),
-        "rollout_classes": count_classes(r.rollout_class for r in records),  # adds up to rollouts_completed
-        "rollouts_mixed": sum(r.mixed for r in records),
-        "rollouts_carried": sum(r.carried for r in records),
-        "rollouts_retracted": sum(r.retractions > 0 for r in records),
-        "reward_first3": _mean(rewards[:3]),
-        "reward_last3": _mean(rewards[-3:]),
-        "version_lag_mean": _mean([s["lag_mean"] for s in steps]),
-        "version_lag_max": max([s["lag_max"] for s in steps], default=0),
-        "staleness": _added(s.get("staleness", {}) for s in steps),
-        **prefix_figures(records),
     }
 
 
-def prefix_figures(records: list[RolloutRecord]) -> dict[str, Any]:
+def _steps(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    first: list[float] = []
+    last: deque[float] = deque(maxlen=3)
+    staleness: Counter[str] = Counter()
+    count, lag_total, lag_max = 0, 0.0, 0
+    for row in rows:
+        count += 1
+        if len(first) < 3:
+            first.append(row["reward_mean"])
+        last.append(row["reward_mean"])
+        lag_total += row["lag_mean"]
+        lag_max = max(lag_max, row["lag_max"])
+        staleness.update(row.get("staleness", {}))
+    return {
+        "steps": count,
+        "reward_first3": _mean(first),
+        "reward_last3": _mean(list(last)),
+        "version_lag_mean": lag_total / count if count else None,
+        "version_lag_max": lag_max,
+        "staleness": dict(staleness),
+    }
+
+
+def _publications(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    counts: Counter[str] = Counter()
+    confirmed_each: set[int] = set()
+    paused, verified, loaded = Median(), Median(), Median()
+    for row in rows:
+        counts[row["state"]] += 1
+        engines = row["engines"]
+        if row["state"] != "unknown":
+            confirmed_each.add(sum(e["confirmed"] for e in engines))
+        counts["with_retractions"] += any(e["requests_retracted"] for e in engines)
+        for engine in engines:
+            for name in ENGINE_SUMS:
+                counts[name] += engine[name]
+            if engine["paused_ms"] is not None:
+                paused.add(engine["paused_ms"])
+            if engine["pause_ms"] is not None and engine["flush_ms"] is not None:
+                verified.add(engine["pause_ms"] + engine["flush_ms"])
+            if engine["load_ms"] is not None:
+                loaded.add(engine["load_ms"])
+    return {
+        "publications": counts["resumed"],
+        "publications_failed": counts["failed"],
+        "publications_unknown": counts["unknown"],
+        "engines_confirmed_each": sorted(confirmed_each),
+        "flushes_verified": counts["flush_verified"],
+        "sweeps_verified": counts["sweep_verified"],
+        "tokens_swept": counts["tokens_swept"],
+        "publications_with_retractions": counts["with_retractions"],
+        "requests_retracted": counts["requests_retracted"],
+        "tokens_to_prefill_again": counts["tokens_to_prefill_again"],
+        "paused_ms_median": paused.value,
+        "pause_to_verified_ms_median": verified.value,
+        "load_ms_median": loaded.value,
+    }
+
+
+def _rollouts(submitted: Iterable[Mapping[str, Any]], stored: Iterable[RolloutRecord]) -> dict[str, Any]:
+    counts: Counter[str] = Counter()
+    of_classes: Counter[RolloutClass] = Counter()
+    prefixes = PrefixFigures()
+    with ReceiptCounts() as receipts:
+        for row in submitted:
+            receipts.submitted(row["receipt"])
+        for record in stored:
+            receipts.completed(record.receipt)
+            of_classes[record.rollout_class] += 1
+            counts["aborted"] += record.finish_reason == "abort"
+            counts["mixed"] += record.mixed
+            counts["carried"] += record.carried
+            counts["retracted"] += record.retractions > 0
+            prefixes.add(record)
+        lost, doubled = receipts.lost_and_doubled()
+        return {
+            "rollouts_submitted": receipts.sent,
+            "rollouts_completed": receipts.back,
+            "rollouts_lost": lost,
+            "rollouts_doubled": doubled,
+            "rollouts_aborted": counts["aborted"],
+            "rollout_classes": {name: of_classes[name] for name in CLASSES},  # adds up to rollouts_completed
+            "rollouts_mixed": counts["mixed"],
+            "rollouts_carried": counts["carried"],
+            "rollouts_retracted": counts["retracted"],
+            **prefixes.figures(),
+        }
+
+
+@dataclass(slots=True)
+class PrefixFigures:
     """Hit rate inside a version, and what the first admissions after each publication found in the cache.
 
     The first admission of an engine's weight epoch (order 0) can't hit anything and is what makes the others hit, so
     it is left out of the rate inside a version and reported by itself.
     """
-    prefills = [p for r in records for p in r.prefills]
-    later = [p for p in prefills if p.order > 0]
-    # Epoch 0 is the engine's start: no publication came before it.
-    first = [p for p in prefills if p.order == 0 and p.epoch > 0]
-    return {
-        "prefills": len(prefills),
-        "prefix_hit_rate_within_version": (
-            sum(p.cached for p in later) / max(1, sum(p.total for p in later)) if later else None
-        ),
-        "first_after_publication": len(first),
-        "cached_tokens_first_after_publication_max": max((p.cached for p in first), default=0),
-    }
+
+    prefills: int = 0
+    later_cached: int = 0
+    later_total: int = 0
+    later: int = 0
+    first: int = 0
+    first_cached_max: int = 0
+
+    def add(self, record: RolloutRecord) -> None:
+        for prefill in record.prefills:
+            self.prefills += 1
+            if prefill.order > 0:
+                self.later += 1
+                self.later_cached += prefill.cached
+                self.later_total += prefill.total
+            elif prefill.epoch > 0:  # epoch 0 is the engine's start: no publication came before it
+                self.first += 1
+                self.first_cached_max = max(self.first_cached_max, prefill.cached)
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "prefills": self.prefills,
+            "prefix_hit_rate_within_version": self.later_cached / max(1, self.later_total) if self.later else None,
+            "first_after_publication": self.first,
+            "cached_tokens_first_after_publication_max": self.first_cached_max,
+        }
+
+
+def prefix_figures(records: Iterable[RolloutRecord]) -> dict[str, Any]:
+    """`PrefixFigures` of these."""
+    found = PrefixFigures()
+    for record in records:
+        found.add(record)
+    return found.figures()
 
 
 def write_summary(run_dir: Path, extra: dict[str, Any]) -> dict[str, Any]:
@@ -104,21 +196,5 @@ def write_summary(run_dir: Path, extra: dict[str, Any]) -> dict[str, Any]:
     return summary
 
 
-def _added(rows: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The sum of each key."""
-    total: Counter[str] = Counter()
-    for row in rows:
-        total.update(row)
-    return dict(total)
-
-
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _median(values: list[float]) -> float | None:
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -2,8 +2,9 @@
 
 The states that matter are modelled: a pause is taken by each rank, a flush is refused while a request holds KV,
 updates over a group need an open session, a label may change alone, a retracted request prefills again, a request in
-flight stands still while paused, cache entries are scoped by epoch and swept where the hook `scope` is active. Weights
-are just the name that was loaded last.
+flight stands still while paused, cache entries are scoped by epoch and swept where the hook `scope` is active, a load
+keeps the schedulers from everything else, and /health fails unless a scheduler answers something. Weights are just the
+name that was loaded last. tests/test_fake_against_engine.py compares it with a real engine, route by route.
 
     async with FakeEngine(latency_s=0.02) as engine:
         engine.faults["/flush_cache"] = ["refuse", "refuse"]      # the next two calls
@@ -13,14 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
-from pathlib import PurePath
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from slime_backend.simulation.fake_scheduler import FakeRank, FakeRequest, spans
 from slime_backend.simulation.http_server import HttpServer, Reply
-from slime_backend.wire import ACTIVE, REPORT_KEY
+from slime_backend.wire import ACTIVE, REPORT_KEY, REPORTS_PATH
 
 Fault = Literal[
     "refuse",  # HTTP 400, no effect
@@ -29,11 +31,37 @@ Fault = Literal[
     "drop_after",  # the connection breaks after the effect
     "hang_before",  # no answer, no effect
     "hang_after",  # no answer after the effect
+    "none",  # as without a fault: for a later call
     "die",  # the process ends: no effect, and no answer to anything from now on
 ]
 HANG_S = 3600.0
+# Fields of which SGLang's server itself refuses any other value, before a scheduler hears of the call.
+FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
+    "/pause_generation": {"mode": lambda v: v in (None, "abort", "in_place", "retract")},
+    "/update_weight_version": {"new_version": lambda v: isinstance(v, str)},
+    "/update_weights_from_disk": {"model_path": lambda v: isinstance(v, str)},
+    "/abort_request": {"rid": lambda v: v is None or isinstance(v, str)},
+    "/begin_weight_update": {"selector": lambda v: v is None or isinstance(v, str)},
+}
 TOKEN = 7  # what is sampled where a test doesn't say
 TOKEN_S = 0.002  # a decode step
+HEALTH_S = 0.5  # SGLang waits for 20 s (SGLANG_HEALTH_CHECK_TIMEOUT)
+UPDATES = tuple(f"/update_weights_from_{source}" for source in ("disk", "distributed", "tensor"))
+# What the schedulers answer, one after the other. The rest is the HTTP process's.
+SCHEDULED = frozenset(
+    {
+        *UPDATES,
+        REPORTS_PATH,
+        "/server_info",
+        "/pause_generation",
+        "/continue_generation",
+        "/flush_cache",
+        "/begin_weight_update",
+        "/end_weight_update",
+        "/destroy_weights_update_group",
+        "/update_weight_version",
+    }
+)
 
 
 class FakeEngine:
@@ -44,30 +72,43 @@ class FakeEngine:
         *,
         version: str = "v0",
         ranks: int = 1,
+        tensor_ranks: int = 1,
         latency_s: float = 0.0,
         radix_cache: bool = True,
         hooks: tuple[str, ...] = ("kv_evidence", "kv_spans", "scope"),
         token_s: float = TOKEN_S,
         answer: Callable[[Sequence[int]], Sequence[int]] | None = None,
         incremental: bool = False,
+        load_s: float = 0.0,
+        grammar_s: float = 0.0,
+        health_s: float = HEALTH_S,
     ) -> None:
         """`answer`: what a prompt's ids are answered with, up to `max_new_tokens`; without, TOKEN for ever.
-        `incremental`: as with --incremental-streaming-output, an event has the new tokens only."""
+        `incremental`: as with --incremental-streaming-output, an event has the new tokens only. `load_s`: how long an
+        update of weights takes. `grammar_s`: how long the grammar of a request with a schema or a regex is compiled.
+        `health_s`: how long /health waits for a scheduler's answer."""
         self.label = version
         self.loaded = version  # the weights that really are in memory
+        self.info: dict[str, Any] = {}  # further fields of /server_info
         self.latency_s = latency_s
         self.radix_cache = radix_cache
         self.hooks = dict.fromkeys(hooks, ACTIVE)
         self.token_s = token_s
         self.answer = answer
         self.incremental = incremental
+        self.load_s, self.grammar_s, self.health_s = load_s, grammar_s, health_s
         self.bodies: list[dict[str, Any]] = []  # of /generate
-        self.ranks = [FakeRank(radix_cache, "scope" in hooks) for _ in range(ranks)]
+        self.ranks = [
+            FakeRank(radix_cache, "scope" in hooks, grammar_flush="grammar_flush" in hooks, tensor_size=tensor_ranks)
+            for _ in range(ranks)
+        ]
         self.faults: defaultdict[str, list[Fault]] = defaultdict(list)
         self.calls: list[str] = []
         self.session_open = False
         self.dead = False
+        self.answered = 0  # by the schedulers: control calls and tokens
         self.port = 0
+        self._schedulers = asyncio.Lock()  # they do one thing at a time
         self._server = HttpServer(self._handle)
         self._decoder: asyncio.Task[None] | None = None
         self._next_rank = 0
@@ -97,12 +138,16 @@ class FakeEngine:
         self.__init__(  # type: ignore[misc]
             version=version,
             ranks=len(self.ranks),
+            tensor_ranks=self.ranks[0].tensor_size,
             latency_s=self.latency_s,
             radix_cache=self.radix_cache,
             hooks=tuple(self.hooks),
             token_s=self.token_s,
             answer=self.answer,
             incremental=self.incremental,
+            load_s=self.load_s,
+            grammar_s=self.grammar_s,
+            health_s=self.health_s,
         )
         await self.start(port)
 
@@ -137,14 +182,33 @@ class FakeEngine:
         handler = getattr(self, "on_" + path.strip("/").replace("/", "_"), None)
         if handler is None:
             return Reply({"detail": "Not Found"}, 404)
-        reply: Reply = await handler(body)
+        wrong = [f for f, allowed in FIELDS.get(path, {}).items() if not allowed(body.get(f))]
+        if wrong:
+            return _malformed(wrong[0])
+        reply: Reply = await self._scheduled(handler, path, body) if path in SCHEDULED else await handler(body)
         if fault == "drop_after" or self.dead:
             return None
         if fault == "hang_after":
             await asyncio.sleep(HANG_S)
         return reply
 
+    async def _scheduled(
+        self, handler: Callable[[dict[str, Any]], Awaitable[Reply]], path: str, body: dict[str, Any]
+    ) -> Reply:
+        async with self._schedulers:
+            if path in UPDATES and self.load_s:
+                await asyncio.sleep(self.load_s)
+            reply = await handler(body)
+        self.answered += 1
+        return reply
+
     async def on_health(self, body: dict[str, Any]) -> Reply:
+        """A token is asked for; whatever the schedulers answer meanwhile counts as well."""
+        before, until = self.answered, time.monotonic() + self.health_s
+        while self.answered == before and (self.paused or self._schedulers.locked()):
+            if time.monotonic() > until:
+                return Reply(status=503)
+            await asyncio.sleep(self.token_s)
         return Reply()
 
     async def on_model_info(self, body: dict[str, Any]) -> Reply:
@@ -152,7 +216,8 @@ class FakeEngine:
 
     async def on_server_info(self, body: dict[str, Any]) -> Reply:
         states = [{REPORT_KEY: rank.report(self.hooks)} for rank in self.ranks]
-        return Reply({"disable_radix_cache": not self.radix_cache, "internal_states": states})
+        own = {"disable_radix_cache": not self.radix_cache, "tp_size": self.ranks[0].tensor_size}
+        return Reply({**own, "internal_states": states, **self.info})
 
     async def on_reef_slime_reports(self, body: dict[str, Any]) -> Reply:
         return Reply([rank.report(self.hooks) for rank in self.ranks])
@@ -160,12 +225,12 @@ class FakeEngine:
     async def on_pause_generation(self, body: dict[str, Any]) -> Reply:
         for rank in self.ranks:
             rank.pause(body.get("mode", "abort"))
-        return Reply({"message": "Generation paused successfully."})
+        return Reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def on_continue_generation(self, body: dict[str, Any]) -> Reply:
         for rank in self.ranks:
             rank.pause_mode = None
-        return Reply({"message": "Generation continued successfully."})
+        return Reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def on_flush_cache(self, body: dict[str, Any]) -> Reply:
         accepted = [rank.flush() for rank in self.ranks]
@@ -173,9 +238,14 @@ class FakeEngine:
         return Reply("Cache flushed.\n", 200 if accepted[0] else 400)
 
     async def on_update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
-        self.loaded = PurePath(body["model_path"]).name
-        self._end_epoch()
-        return Reply({"success": True, "message": "Succeeded to update model weights."})
+        """A relative path is a name; what an absolute one names must exist."""
+        path = Path(body["model_path"])
+        if path.is_absolute() and not path.exists():
+            self._load(success=False)
+            return Reply({"success": False, "message": f"no model at {path}", "num_paused_requests": 0}, 400)
+        self.loaded = path.name
+        self._load()
+        return Reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
 
     async def on_update_weights_from_distributed(self, body: dict[str, Any]) -> Reply:
         return self._take(body["names"][0])
@@ -187,7 +257,7 @@ class FakeEngine:
         if not self.session_open:
             return _refused("must run between begin_weight_update() and end_weight_update()")
         self.loaded = weights
-        self._end_epoch()
+        self._load()
         return Reply({"success": True, "message": "Success"})
 
     async def on_destroy_weights_update_group(self, body: dict[str, Any]) -> Reply:
@@ -208,7 +278,7 @@ class FakeEngine:
     async def on_update_weight_version(self, body: dict[str, Any]) -> Reply:
         self.label = body["new_version"]
         self._end_epoch()
-        return Reply({"success": True, "new_version": self.label})
+        return Reply({"success": True, "message": "Weight version updated.", "new_version": self.label})
 
     async def on_abort_request(self, body: dict[str, Any]) -> Reply:
         if body.get("abort_all") or body.get("rid"):
@@ -218,7 +288,8 @@ class FakeEngine:
 
     async def on_generate(self, body: dict[str, Any]) -> Reply:
         ids = body["input_ids"]
-        wanted = int(body.get("sampling_params", {}).get("max_new_tokens", 16))
+        sampling = body.get("sampling_params", {})
+        wanted = int(sampling.get("max_new_tokens", 16))
         if not ids or wanted < 1:
             return Reply({"error": {"message": "empty request"}}, 400)
         self.bodies.append(body)
@@ -227,6 +298,9 @@ class FakeEngine:
         self._next_rank = (self._next_rank + 1) % len(self.ranks)
         mine = FakeRequest(len(ids), min(wanted, len(planned)), body.get("rid") or "")
         end = "stop" if self.answer and len(planned) <= wanted else "length"
+        if any(sampling.get(kind) for kind in ("json_schema", "regex", "ebnf", "structural_tag")):
+            mine.grammar = True
+            asyncio.get_running_loop().call_later(self.grammar_s, setattr, mine, "compiled", True)
         rank.requests.append(mine)
         if body.get("stream"):
             return Reply(events=self._events(rank, mine, planned, end))
@@ -264,14 +338,21 @@ class FakeEngine:
             "cached_tokens": mine.prefills[0]["cached"] if mine.prefills else 0,
             "weight_version": self.label,
             "output_token_logprobs": [[-1.0 - i / 1000, planned[i], None] for i in range(sent, count)],
-            "weight_versions": spans(mine.sampled),
             "truth": spans(mine.truth),
-            "kv_provenance": mine.segments if done else [],
-            "prefills": mine.prefills if done else [],
         }
-        return {"output_ids": planned[sent:count], "text": "", "meta_info": meta}
+        if done:  # only then does SGLang say the first, and our hook the others
+            meta |= {
+                "weight_versions": spans(mine.sampled),
+                "kv_provenance": mine.segments,
+                "prefills": mine.prefills,
+            }
+        return {"output_ids": planned[sent:count], "meta_info": meta}
 
     # ---- the schedulers -----------------------------------------------------------------------------------------
+
+    def _load(self, success: bool = True) -> None:
+        for rank in self.ranks:
+            rank.load(success)
 
     def _end_epoch(self) -> None:
         for rank in self.ranks:
@@ -280,9 +361,17 @@ class FakeEngine:
     async def _decode(self) -> None:
         while True:
             await asyncio.sleep(self.token_s)
+            if self.load_s and self._schedulers.locked():
+                continue
             for rank in self.ranks:
-                if rank.pause_mode is None:
+                if rank.pause_mode is None or rank.ignores_pause:
+                    self.answered += bool(rank.requests)
                     rank.step(self.label, self.loaded)
+
+
+def _malformed(field: str) -> Reply:
+    told = {"object": "error", "message": f"Request validation failed: {field}", "type": "Bad Request", "param": None}
+    return Reply({**told, "code": 400}, 400)
 
 
 def _refused(message: str) -> Reply:

@@ -25,6 +25,8 @@ class FakeRequest:
     segments: list[dict[str, Any]] = field(default_factory=list)
     prefills: list[dict[str, Any]] = field(default_factory=list)
     holds_kv: bool = False
+    grammar: bool = False  # it waits in the grammar queue
+    compiled: bool = False  # its grammar is ready; only a scheduler that runs looks
     epoch: int = 0  # of its admission to prefill
     aborted: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -67,7 +69,21 @@ class FakeRank:
     swept_epoch: int | None = None
     swept_tokens: int = 0
     requests: list[FakeRequest] = field(default_factory=list)
+    forward_passes: int = 0
+    device_waits: int = 0
+    image_features: int = 0
+    grammar_queue: int = 0  # requests that a test counts into it, besides those that have a grammar
+    tree_name: str = "UnifiedRadixCache"
     skip_sweep: bool = False  # a fault: an epoch ends and the older entries stay
+    ignores_pause: bool = False  # a fault: the flag is set and generation goes on, as with pipeline parallelism
+    skip_device_wait: bool = False  # a fault: an update begins while a batch may still be on the device
+    skip_feature_clear: bool = False  # a fault: an epoch ends and image features of the old tower stay
+    loads_done: int = 0
+    loads_failed: int = 0
+    tensor_size: int = 1
+    # What single tensor ranks do otherwise than tensor rank 0: rank -> fields of its report, or why it leaves none.
+    tensor_faults: dict[int, dict[str, Any] | str] = field(default_factory=dict)
+    grammar_flush: bool = False  # the hook of that name
     refuse_flush: bool = False  # a fault: this rank alone refuses, its answer is lost behind rank 0's (DP > 1)
 
     def pause(self, mode: str) -> None:
@@ -86,12 +102,24 @@ class FakeRank:
             self.abort(None)
 
     def flush(self) -> bool:
-        """False, and everything stays, while a request holds KV, or waits in a scheduler that isn't paused."""
+        """False, and everything stays, while a request holds KV or waits for its grammar, or waits in a scheduler that
+        isn't paused."""
         holding = sum(r.holds_kv for r in self.requests)
         queued = 0 if self.pause_mode else len(self.requests)
-        if holding or queued or self.refuse_flush:
+        counts_grammars = not (self.grammar_flush and self.pause_mode == "retract")
+        if holding or queued or self.refuse_flush or (counts_grammars and self._grammars):
             self.flush_refused += 1
-            self.last_refusal = {"requests_holding_kv": holding, "waiting": queued}
+            self.last_refusal = {
+                "paused": self.pause_mode is not None,
+                "pause_mode": self.pause_mode,
+                "requests_holding_kv": holding,
+                "waiting": self._waiting,
+                "running": 0 if self.pause_mode == "retract" else holding,
+                "chunked": 0,
+                "result_queue": 0,
+                "last_batch": 0 if self.pause_mode == "retract" else holding,
+                "grammar_queue": self._grammars,
+            }
             return False
         self.flush_epoch += 1
         self.tree.clear()
@@ -100,10 +128,18 @@ class FakeRank:
     def end_epoch(self) -> None:
         self.epoch += 1
         self.order = 0
+        self.device_waits += not self.skip_device_wait
+        if not self.skip_feature_clear:
+            self.image_features = 0
         if self.scoped and not self.skip_sweep:
             self.swept_epoch = self.epoch
             self.swept_tokens += sum(self.tree.values())
             self.tree.clear()
+
+    def load(self, success: bool) -> None:
+        self.loads_done += success
+        self.loads_failed += not success
+        self.end_epoch()
 
     def abort(self, rid: str | None) -> None:
         """End the requests whose id begins with `rid`, as SGLang matches it; all of them for None."""
@@ -116,7 +152,11 @@ class FakeRank:
 
     def step(self, label: str, loaded: str) -> None:
         """One token for each request, under the label `label`, by the weights `loaded`."""
+        self.forward_passes += bool(self.requests)
         for request in list(self.requests):
+            request.grammar = request.grammar and not request.compiled
+            if request.grammar:
+                continue
             if not request.holds_kv:
                 self._admit(request, label)
             else:
@@ -145,6 +185,14 @@ class FakeRank:
         request.context = [label] * length
 
     @property
+    def _grammars(self) -> int:
+        return sum(r.grammar for r in self.requests)
+
+    @property
+    def _waiting(self) -> int:
+        return sum(not (r.holds_kv or r.grammar) for r in self.requests)
+
+    @property
     def _scope(self) -> int:
         return self.epoch if self.scoped else 0
 
@@ -154,13 +202,32 @@ class FakeRank:
             self.tree[self._scope] = max(self.tree.get(self._scope, 0), request.prompt)
 
     def report(self, hooks: dict[str, str]) -> dict[str, Any]:
-        """wire.SchedulerReport as JSON."""
+        """wire.SchedulerReport as JSON, with those of the other tensor ranks."""
+        own = self._own_report(hooks)
+        others: dict[int, dict[str, Any] | str] = {
+            rank: fault if isinstance(fault := self.tensor_faults.get(rank, {}), str) else self._peer(own, rank, fault)
+            for rank in range(1, self.tensor_size)
+        }
+        own["tensor_ranks"] = [other for other in others.values() if not isinstance(other, str)]
+        own["missing_ranks"] = {str(rank): other for rank, other in others.items() if isinstance(other, str)}
+        return own
+
+    def _peer(self, own: dict[str, Any], rank: int, fault: dict[str, Any]) -> dict[str, Any]:
+        kv = {**own["kv"], **fault.get("kv", {})}
+        return {**own, "instance_id": f"{self.instance_id}-{rank}", "tensor_rank": rank, **fault, "kv": kv}
+
+    def _own_report(self, hooks: dict[str, str]) -> dict[str, Any]:
         holding = [r for r in self.requests if r.holds_kv]
         used = sum(r.kv_tokens for r in holding)
         return {
             "instance_id": self.instance_id,
             "hooks": hooks,
             "epoch": self.epoch,
+            "loads": {"done": self.loads_done, "failed": self.loads_failed, "last_failure": None},
+            "tensor_rank": 0,
+            "tensor_size": self.tensor_size,
+            "tensor_ranks": [],
+            "missing_ranks": {},
             "kv": {
                 "flush_epoch": self.flush_epoch,
                 "flush_refused": self.flush_refused,
@@ -184,10 +251,20 @@ class FakeRank:
                 "request_rows_free": ROWS - len(holding),
                 "request_rows_capacity": ROWS,
                 "requests_holding_kv": len(holding),
-                "waiting": len(self.requests) - len(holding),
+                "waiting": self._waiting,
                 "running": 0 if self.pause_mode == "retract" else len(holding),
                 "chunked": 0,
                 "result_queue": 0,
+                "forward_passes": self.forward_passes,
+                "device_waits": self.device_waits,
+                "device_waits_failed": 0,
+                "image_features": self.image_features,
+                "grammar_queue": self.grammar_queue + self._grammars,
+                "tree": self.tree_name,
+                "tree_mamba_evictable": 0,
+                "tree_mamba_protected": 0,
+                "mamba_free": 0,
+                "mamba_capacity": 0,
             },
         }
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from slime_backend.http_channel import MAX_HEAD, read_message
+from slime_backend.http_channel import MAX_HEAD, Message, read_message
 
 
 class Reply(NamedTuple):
@@ -21,13 +21,15 @@ class Reply(NamedTuple):
 
 # (path, body) -> the answer
 Handler = Callable[[str, dict[str, Any]], Awaitable[Reply | None]]
+Guard = Callable[[Message], Reply | None]
 
 
 class HttpServer:
     """Serves `handler` on 127.0.0.1; keeps connections alive."""
 
-    def __init__(self, handler: Handler) -> None:
-        self._handler = handler
+    def __init__(self, handler: Handler, guard: Guard | None = None) -> None:
+        """`guard`: what it answers goes back instead of the handler's answer."""
+        self._handler, self._guard = handler, guard
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
@@ -54,7 +56,8 @@ class HttpServer:
             while self._server is not None:  # also for a connection that was accepted while it stopped
                 message = await read_message(reader, until_eof=False)
                 path = message.first_line.split(" ", 2)[1]
-                reply = await self._handler(path, json.loads(message.body or b"{}"))
+                reply = self._guard(message) if self._guard is not None else None
+                reply = reply or await self._handler(path, json.loads(message.body or b"{}"))
                 if reply is None:
                     break
                 if reply.events is not None:

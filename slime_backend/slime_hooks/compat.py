@@ -15,7 +15,7 @@ import inspect
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from slime_backend.post_import import on_import
+from slime_backend.import_hooks import on_import
 
 CONTROL_S = 10.0
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from slime_backend.post_import import ModuleFunction
+from slime_backend.import_hooks import ModuleFunction
 from slime_backend.slime_hooks.disk_reload import DiskReload
 from slime_backend.slime_hooks.errors import PublicationFailed
 from slime_backend.slime_hooks.rank_link import link_of

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.slime_hooks.publisher import name_of
 from slime_backend.slime_hooks.ray_engines import RayEngine
 from slime_backend.transports import TransportError
+from slime_backend.transports.served import ServedModels
+from slime_backend.weight_sources.checkpoint_check import read_checkpoint
 
 
 class DiskReload:
@@ -26,8 +29,16 @@ class DiskReload:
         self._not_pulled: dict[str, str] = {}
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
+        """Raises CheckpointUnfit for a directory that the engines would load in part, or that would end them."""
         if self._pull is not None:
             await asyncio.gather(*(self._bring(client.name, self._pull) for client in clients))
+        directory = Path(self._directory)
+        if directory.is_dir() and any(
+            directory.iterdir()
+        ):  # without the file system it may be an empty mount point here
+            served = ServedModels()
+            found = await asyncio.to_thread(read_checkpoint, directory)
+            await served.check(found, (await served.infos(clients)).values())
 
     async def _bring(self, name: str, version: int) -> None:
         try:

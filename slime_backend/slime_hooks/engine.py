@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 from slime_backend.engine_process import RUN_HOOKS
+from slime_backend.import_hooks import ModuleFunction
 from slime_backend.policy import Policy
-from slime_backend.post_import import ModuleFunction
 from slime_backend.slime_hooks import local_checkpoint, router
 from slime_backend.wire import HOOKS_VARIABLE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from slime_backend.post_import import ModuleFunction, on_import
+from slime_backend.import_hooks import ModuleFunction, on_import
 from slime_backend.slime_hooks import delta_disk, engine, rollouts, saved_weights, servers, train_group, updaters
 
 # "off" leaves slime's own publications as they are: the negative control of tests and benchmarks.

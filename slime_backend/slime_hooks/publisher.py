@@ -14,10 +14,12 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from slime_backend.engine_client import Deadlines, EngineClient, EngineError, EngineProtocolError
+from slime_backend.engine_keys import EngineKeys, read_keys
 from slime_backend.event_loop import LoopThread
 from slime_backend.fleet import Fleet, FleetError, Member, admit
 from slime_backend.local_trainer.metrics import publication_metrics
@@ -68,7 +70,9 @@ class SlimePublisher:
         deadlines: Deadlines,
         allow: Iterable[str] = (),
         discard_retired: bool = False,
+        keys: EngineKeys | None = None,
     ) -> None:
+        self._keys = keys
         self.fleet = Fleet(policy, version, allow=frozenset(allow), withdraw=self._withdraw)
         self.loop = LoopThread()
         self._deadlines = deadlines
@@ -115,7 +119,7 @@ class SlimePublisher:
         return await asyncio.gather(*(self._admit(engine) for engine in engines))
 
     async def _admit(self, engine: Engine) -> Exception | None:
-        client = EngineClient(engine.url, name=name_of(engine.url), deadlines=self._deadlines)
+        client = EngineClient(engine.url, name=name_of(engine.url), deadlines=self._deadlines, keys=self._keys)
         try:
             await admit(self.fleet, client)
         except (FleetError, EngineError) as error:
@@ -134,7 +138,8 @@ class SlimePublisher:
 
     def start(self, transport: Transport, version: str) -> Future[PublicationReport]:
         """Begin the transaction; `finish` takes what this returns."""
-        return self.loop.submit(publish(self.fleet, transport, version))
+        # `enroll` has offered admission to the retired engines, of slime's list alone.
+        return self.loop.submit(publish(self.fleet, transport, version, readmit=False))
 
     def finish(self, publication: Future[PublicationReport]) -> dict[str, float]:
         """Wait for the end of the transaction, record it, and put its outcome into the router.
@@ -229,6 +234,16 @@ def deadlines(args: Any) -> Deadlines:
     return Deadlines(load=args.reef_load_timeout + SAY_MORE_S)
 
 
+def engine_keys(args: Any) -> EngineKeys:
+    """slime hands its `--sglang-` arguments on to the engines that it starts; external ones' keys are in variables."""
+    read = read_keys()
+    return replace(
+        read,
+        api=getattr(args, "sglang_api_key", None) or read.api,
+        admin=getattr(args, "sglang_admin_api_key", None) or read.admin,
+    )
+
+
 def make(args: Any, version: str) -> SlimePublisher:
     """The publisher of a run, from slime's parsed arguments and ours."""
     return SlimePublisher(
@@ -238,4 +253,5 @@ def make(args: Any, version: str) -> SlimePublisher:
         deadlines=deadlines(args),
         allow=args.allow_kv_holder,
         discard_retired=bool(args.use_fault_tolerance) and not args.rollout_external,
+        keys=engine_keys(args),
     )

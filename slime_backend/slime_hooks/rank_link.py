@@ -90,7 +90,10 @@ class Link:
     def client(self, engine: RayEngine) -> EngineClient:
         if engine.key not in self._clients:
             self._clients[engine.key] = EngineClient(
-                engine.url, name=name_of(engine.url), deadlines=publishers.deadlines(self.args)
+                engine.url,
+                name=name_of(engine.url),
+                deadlines=publishers.deadlines(self.args),
+                keys=publishers.engine_keys(self.args),
             )
         return self._clients[engine.key]
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slime_backend.post_import import ModuleFunction
+from slime_backend.import_hooks import ModuleFunction
 from slime_backend.provenance.errors import StalenessError
 from slime_backend.provenance.staleness import Decision
 from slime_backend.slime_hooks.generate_calls import METADATA_KEY, note_call, notes

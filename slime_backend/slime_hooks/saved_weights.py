@@ -8,7 +8,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from slime_backend.post_import import ModuleFunction
+from slime_backend.import_hooks import ModuleFunction
 from slime_backend.slime_hooks.stale_samples import BASE_VERSION
 
 

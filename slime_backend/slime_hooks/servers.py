@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from slime_backend.post_import import ModuleFunction
+from slime_backend.import_hooks import ModuleFunction
 
 
 class PortCursor:

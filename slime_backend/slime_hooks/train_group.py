@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from slime_backend.post_import import ModuleFunction
+from slime_backend.import_hooks import ModuleFunction
 from slime_backend.slime_hooks import publisher as publishers
 from slime_backend.slime_hooks.disk_reload import DiskReload
 from slime_backend.slime_hooks.ray_engines import RayEngines

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.post_import import ModuleFunction
+from slime_backend.import_hooks import ModuleFunction
 from slime_backend.slime_hooks.rank_link import CONNECT_S, Link, link_of
 from slime_backend.slime_hooks.ranks import publish_together
 from slime_backend.slime_hooks.ray_engines import RayEngine, key_of

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from slime_backend.engine_client import EngineClient
 
@@ -16,7 +17,24 @@ class TransportError(RuntimeError):
         self.engine, self.seen = engine, seen
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a transport can't bring weights to one engine. `unknown`: the engine may be stuck in what was asked of it."""
+
+    why: str
+    unknown: bool = False
+
+
+def refused_by(transport: Any, client: EngineClient) -> Refused | None:
+    """What `transport.why_not(client)` answers behind `prepare`; None where it has no such method."""
+    ask = getattr(transport, "why_not", None)
+    return ask(client) if ask is not None else None
+
+
 class Transport(Protocol):
+    """May have `why_not(client) -> Refused | None` as well: asked behind `prepare`, it names the engines that `load`
+    couldn't serve, and these aren't paused."""
+
     name: str
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:

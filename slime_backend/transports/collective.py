@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.event_loop import LoopThread
-from slime_backend.transports.base import TransportError
+from slime_backend.transports.base import Refused, TransportError
+from slime_backend.transports.served import ServedModels, why_no_group
 
 POLL_S = 0.05  # between two looks whether a publication ended without loading anything
 
@@ -41,9 +42,15 @@ class CollectiveTransport:
     _arriving: int = 0
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
     _ready: threading.Event = field(default_factory=threading.Event)
+    _refused: dict[str, Refused] = field(default_factory=dict)
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
-        return None
+        for name, info in (await ServedModels().infos(clients)).items():
+            if why := why_no_group(info):
+                self._refused[name] = Refused(why)
+
+    def why_not(self, client: EngineClient) -> Refused | None:
+        return self._refused.get(client.name)
 
     async def load(self, client: EngineClient, version: str) -> None:
         """Open the engine's weight session, wait until all have been sent to, close it."""

@@ -1,7 +1,7 @@
-"""Weights by broadcast from the trainer to each engine, over a process group of two per engine.
+"""Weights by broadcast from the trainer to each engine, over one process group per engine, with all its tensor ranks.
 
 One group for the whole fleet would be the usual form, but there a single engine that rejects the update leaves the
-trainer and every other engine waiting in the collective. With a pair per engine a failure stays with its engine, and
+trainer and every other engine waiting in the collective. With a group per engine a failure stays with its engine, and
 the trainer's side polls, so that a rejected update ends the broadcast at once.
 
 SGLang 0.5.23 builds its side with torch's `_new_process_group_helper` (srt/utils/common.py): group name, then device,
@@ -23,34 +23,37 @@ import torch
 import torch.distributed as dist
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.transports.base import TransportError
+from slime_backend.transports.base import Refused, TransportError
 from slime_backend.transports.one_pass import OnePass
+from slime_backend.transports.served import Info, ServedModels, local_address, why_no_group, why_unreachable
 from slime_backend.weight_sources import WeightSource
+from slime_backend.weight_sources.base import headers_of
 from slime_backend.weight_sources.buckets import BUCKET_BYTES, in_buckets
 
 POLL_S = 0.0005
 SLACK_S = 5.0  # gloo ends a send at the group's timeout, or a moment later
+LOOPBACK = "127.0.0.1"
 OUTLIVE = "reef-slime-given-up-group"
 
 
-class PairGroup:
-    """A gloo group of the trainer (rank 0) and one engine (rank 1)."""
+class EngineGroup:
+    """A gloo group of the trainer (rank 0) and the tensor ranks of one engine (ranks 1 and up)."""
 
-    def __init__(self, name: str, host: str, timeout_s: float) -> None:
-        self.name, self.host, self.timeout_s = name, host, timeout_s
+    def __init__(self, name: str, host: str, timeout_s: float, engine_ranks: int = 1) -> None:
+        self.name, self.host, self.timeout_s, self.size = name, host, timeout_s, 1 + engine_ranks
         self.store = dist.TCPStore(
-            host, 0, 2, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            host, 0, self.size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
         )
         self.port: int = self.store.port
         self._group: Any = None  # torch ships no types for the methods of its process groups
         self._stop = threading.Event()
 
     def connect(self) -> None:
-        """Meet the engine; blocks until it has come, or raises after the timeout."""
+        """Meet the engine's ranks; blocks until all have come, or raises after the timeout."""
         store: dist.Store = self.store
         for prefix in (self.name, f"{self.name}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)
-        self._group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=self.timeout_s))
+        self._group = dist.ProcessGroupGloo(store, 0, self.size, timedelta(seconds=self.timeout_s))
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Send tensors in order. Raises TimeoutError at the deadline, or InterruptedError once `stop` is called."""
@@ -78,6 +81,11 @@ class PairGroup:
         self._stop.set()
 
 
+def _processes(client: EngineClient) -> frozenset[str]:
+    """The scheduler processes that the client heard of last: the publication asks before it calls `prepare`."""
+    return getattr(client, "instances", frozenset())
+
+
 def _outlive(group: Any, works: Sequence[tuple[Any, torch.Tensor]], until: float) -> None:
     """Hold a given-up group until nothing is being sent any more: its destructor waits for that, and may run on the
     event loop, while engines are paused."""
@@ -95,47 +103,101 @@ class DistributedTransport:
         self,
         source: WeightSource,
         *,
-        host: str = "127.0.0.1",
+        host: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         connect_s: float = 60.0,
+        compare: bool = True,
     ) -> None:
+        """`host`: an address of this machine that the engines reach; without, the one from which each is reached.
+        `compare`: names and shapes of the source with the checkpoint that the engines were started with."""
         self.source = source
         self.host = host
         self.bucket_bytes = bucket_bytes
         self.connect_s = connect_s
-        self._pairs: dict[str, tuple[EngineClient, PairGroup]] = {}
-        self._unjoined: dict[str, str] = {}  # engine -> why it has no group
+        self._pairs: dict[str, tuple[EngineClient, EngineGroup]] = {}
+        self._joined_by: dict[str, frozenset[str]] = {}  # engine -> the scheduler processes that are in its group
+        self._unjoined: dict[str, Refused] = {}  # engine -> why it has no group
+        self._served = ServedModels()
+        self._compare = compare
         self._pass: OnePass[list[tuple[str, torch.Tensor]]] | None = None
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
-        """Connect to the engines that have no group yet. An engine that can't be reached fails in `load`."""
+        """Connect to the engines that have no group yet; `why_not` names those that didn't join.
+
+        Raises CheckpointUnfit where the source isn't the model that the engines serve.
+        """
+        self._unjoined.clear()
+        infos = await self._served.infos(clients)
+        headers = headers_of(self.source) if self._compare else None
+        if headers is not None:
+            await self._served.check(headers, infos.values())
         for client in clients:
             known = self._pairs.get(client.name)
-            if known is not None and known[0] is not client:  # admitted again: its process may be another one
-                self._drop(client.name)
-        await asyncio.gather(*(self._connect(c) for c in clients if c.name not in self._pairs))
+            if known is not None and (known[0] is not client or _processes(client) != self._joined_by[client.name]):
+                self._drop(client.name)  # another process at the same address is in no group
+        new = [client for client in clients if client.name not in self._pairs]
+        await asyncio.gather(*(self._connect(client, infos.get(client.name)) for client in new))
 
-    async def _connect(self, client: EngineClient) -> None:
+    def why_not(self, client: EngineClient) -> Refused | None:
+        return None if client.name in self._pairs else self._unjoined.get(client.name)
+
+    async def _connect(self, client: EngineClient, info: Info | None) -> None:
+        """Meet the engine's ranks. What can't succeed is found before the engine is asked: its scheduler waits in
+        SGLang's rendezvous, generates nothing meanwhile, and takes no timeout from here (0.5.23,
+        managers/io_struct.py, InitWeightsUpdateGroupReqInput)."""
+        if info is None:
+            self._refuse(client, self._served.silent.get(client.name, "it didn't answer"), unknown=True)
+            return
+        url = str(getattr(client, "url", ""))
+        try:
+            host = self.host or (local_address(url) if url else LOOPBACK)
+        except OSError as error:
+            self._refuse(client, f"there is no way from this machine to {url} ({error})")
+            return
+        if why := why_no_group(info) or (why_unreachable(url, host) if url else None):
+            self._refuse(client, why)
+            return
         # A fresh name each time: an engine that kept a broken group refuses a second one of the same name.
-        pair = PairGroup(f"reef-slime-{uuid.uuid4().hex}", self.host, min(self.connect_s, client.deadlines.load))
+        timeout_s = min(self.connect_s, client.deadlines.load)
+        ranks = int(info.get("tp_size") or 1)
+        try:
+            pair = EngineGroup(f"reef-slime-{uuid.uuid4().hex}", host, timeout_s, ranks)
+        except (RuntimeError, OSError) as error:
+            self._refuse(client, f"no group can be opened at {host}: {str(error).partition(chr(10))[0]}")
+            return
         meet = asyncio.create_task(asyncio.to_thread(pair.connect))
         # Without this line a refused join would leave an exception that nobody reads when `meet` times out.
         meet.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            await client.join_weight_group(
-                address=self.host, port=pair.port, rank_offset=1, world_size=2, group=pair.name, backend="gloo"
+            async with asyncio.timeout(timeout_s):
+                await client.join_weight_group(
+                    address=host, port=pair.port, rank_offset=1, world_size=pair.size, group=pair.name, backend="gloo"
+                )
+                await meet
+        except TimeoutError:
+            self._refuse(
+                client,
+                f"it didn't within {timeout_s:g} s; it must reach {host}:{pair.port}, and its scheduler may wait for "
+                "that, without generating, until SGLang gives up",
+                unknown=True,
             )
-            await asyncio.wait_for(meet, self.connect_s)
-        except (EngineError, RuntimeError, TimeoutError) as error:
-            # This engine alone has no group; `load` says so.
-            self._unjoined[client.name] = getattr(error, "seen", f"{type(error).__name__}: {error}")
+            return
+        except (EngineError, RuntimeError) as error:
+            # This engine alone has no group; `why_not` and `load` name it.
+            seen = getattr(error, "seen", f"{type(error).__name__}: {error}")
+            self._refuse(client, seen, unknown=getattr(error, "took_effect", False) is None)
             return
         self._pairs[client.name] = (client, pair)
+        self._joined_by[client.name] = _processes(client)
+
+    def _refuse(self, client: EngineClient, why: str, *, unknown: bool = False) -> None:
+        self._unjoined[client.name] = Refused(f"it didn't join the weight-update group: {why}", unknown)
 
     async def load(self, client: EngineClient, version: str) -> None:
         if client.name not in self._pairs:
-            why = self._unjoined.get(client.name, "it wasn't there at `prepare`")
-            raise TransportError(client.name, f"it didn't join the weight-update group: {why}")
+            refused = self._unjoined.get(client.name)
+            absent = "it didn't join the weight-update group: it wasn't there at `prepare`"
+            raise TransportError(client.name, refused.why if refused else absent)
         _, pair = self._pairs[client.name]
         try:
             # The session ends outside of the reader: the others' buckets don't wait for it.
@@ -153,7 +215,7 @@ class DistributedTransport:
             self._pass = OnePass(in_buckets(self.source.named_tensors(), self.bucket_bytes))
         return self._pass
 
-    async def _send(self, client: EngineClient, pair: PairGroup, bucket: list[tuple[str, torch.Tensor]]) -> None:
+    async def _send(self, client: EngineClient, pair: EngineGroup, bucket: list[tuple[str, torch.Tensor]]) -> None:
         async def receive() -> None:
             try:
                 await client.receive_tensors(

@@ -125,6 +125,9 @@ class GatheredSource:
             while bucket:  # each is the consumer's alone as soon as it is handed over
                 yield bucket.pop(0)
 
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {part.name: (part.shape, part.dtype) for bucket in self._buckets for part in bucket}
+
     def save(self, directory: Path) -> None:
         write_checkpoint(directory, self.template, self.buckets())
 

@@ -26,5 +26,8 @@ class TorchModuleSource:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach().contiguous()
 
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(p.shape), p.dtype) for name, p in self.model.named_parameters()}
+
     def save(self, directory: Path) -> None:
         write_checkpoint(directory, self.template, [list(self.named_tensors())])  # views: nothing is gathered

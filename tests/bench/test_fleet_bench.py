@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from slime_backend.bench.fleet import KINDS, Kind, Outcome, Times, growth_rows, 
 from slime_backend.bench.rows import BenchError, Row
 from slime_backend.engine_client import EngineClient
 from slime_backend.simulation.fleet_process import fake_engines
+from tests.waiting import wait_until
 
 
 def kind(name: str) -> Kind:
@@ -124,10 +124,7 @@ def test_fake_engines_end_with_who_started_them(how: signal.Signals, tmp_path: P
     child = int(parent.stdout.readline())
     parent.send_signal(how)
     parent.wait(30)
-    until = time.monotonic() + 30
-    while runs(child) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not runs(child)
+    wait_until(lambda: not runs(child), "the fake engine has ended")
 
 
 def runs(pid: int) -> bool:

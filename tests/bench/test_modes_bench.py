@@ -3,7 +3,6 @@ nothing, so none is asserted; what a mode prefills is the fakes' own count, as a
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from contextlib import asynccontextmanager
@@ -13,17 +12,19 @@ from typing import Any
 
 import pytest
 
-from slime_backend.bench import catalog, mode_results, modes, pages
-from slime_backend.bench.engine_speeds import EngineSpeeds, measure_speeds
-from slime_backend.bench.mode_load import ModeLoad, Shape, Try, requests
-from slime_backend.bench.mode_results import ModeResults
-from slime_backend.bench.mode_slices import Slice, Stop, run_slice, summarise
+from slime_backend.bench import catalog, modes, pages
+from slime_backend.bench.engine_speeds import measure_speeds
+from slime_backend.bench.mode_load import ModeLoad, Try, requests
+from slime_backend.bench.mode_slices import Stop, run_slice, summarise
 from slime_backend.bench.rows import BenchError
 from slime_backend.engine_client import EngineClient
+from slime_backend.planner import measured as measured_file
 from slime_backend.planner.from_bench import speeds_of
+from slime_backend.planner.measured import EngineSpeeds, MeasurementError, ModeResults, Shape, Slice
 from slime_backend.planner.work import MODES
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.fake_scheduler import FakeRank
+from tests.waiting import until
 
 SHAPE = Shape(prompt=40, group=4, answers=(4, 8, 60), in_flight=8, chunk=64)
 INTERVAL_S = 0.15  # in which the fakes decode some 60 tokens
@@ -43,7 +44,8 @@ def checkpoints(tmp_path):
     for folder in folders:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").touch()
+        header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+        (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     return folders
 
 
@@ -130,12 +132,10 @@ def test_what_an_abort_ends_goes_on_or_is_thrown_away(run_async, keep_tokens):
             await client.label("1.0")
             async with ModeLoad(client, shape, 0, keep_tokens) as load:
                 (rank,) = fake.ranks
-                while sum(bool(request.sampled) for request in rank.requests) < 2:
-                    await asyncio.sleep(0.01)
+                await until(lambda: sum(bool(request.sampled) for request in rank.requests) == 2, "both decode")
                 await client.label("1.1")
                 await client.abort_all()
-                while sum(t.finished for t in load.tries) < 2:
-                    await asyncio.sleep(0.01)
+                await until(lambda: sum(t.finished for t in load.tries) >= 2, "two have ended")
             return load.tries, fake.bodies
 
     tries, bodies = run_async(work())
@@ -245,7 +245,7 @@ def test_every_slice_is_kept_beside_the_page(run_async, checkpoints, tmp_path):
     assert [len(results.of(mode, INTERVAL_S)) for mode in MODES] == [2, 2, 2, 2, 4]
     assert {s.seed for s in results.slices} == {0, 1}
     keep_run(tmp_path, results, "every-6-s")
-    read = mode_results.read(tmp_path / "modes.json")
+    read = measured_file.read(tmp_path / "modes.json")
     assert read == results
     assert read.shape.traffic(INTERVAL_S).in_flight == SHAPE.in_flight
     assert speeds_of(read).standstill_s > 0
@@ -265,13 +265,13 @@ def test_the_parts_of_a_page_are_read_together_unless_they_differ(tmp_path):
     other.slices = [replace(s, interval_s=4.0) for s in other.slices]
     keep_run(tmp_path, first, "every-6-s")
     keep_run(tmp_path, other, "every-4-s")
-    read = mode_results.read(tmp_path / "modes.json")
+    read = measured_file.read(tmp_path / "modes.json")
     assert read.intervals() == [2.0, 4.0]
     assert len(read.speeds) == 4
     other.model = {"layers": 7}
     keep_run(tmp_path, other, "every-4-s")
-    with pytest.raises(BenchError, match="different traffic or models; measure them anew"):
-        mode_results.read(tmp_path / "modes.json")
+    with pytest.raises(MeasurementError, match="different traffic or models; measure them anew"):
+        measured_file.read(tmp_path / "modes.json")
 
 
 @pytest.mark.parametrize(
@@ -280,15 +280,15 @@ def test_the_parts_of_a_page_are_read_together_unless_they_differ(tmp_path):
 def test_a_file_of_something_else_is_refused(tmp_path, text):
     path = tmp_path / "modes.json"
     path.write_text(text)
-    with pytest.raises(BenchError, match="not what `reef-slime bench modes --write` writes"):
-        mode_results.read(path)
+    with pytest.raises(MeasurementError, match="not what `reef-slime bench modes --write` writes"):
+        measured_file.read(path)
 
 
 def test_a_file_without_a_measurement_is_refused(tmp_path):
     path = tmp_path / "modes.json"
     path.write_text('{"runs": []}')
-    with pytest.raises(BenchError, match="nothing was measured in it"):
-        mode_results.read(path)
+    with pytest.raises(MeasurementError, match="nothing was measured in it"):
+        measured_file.read(path)
 
 
 def made(**by_mode: tuple[float, float]) -> ModeResults:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -75,7 +74,6 @@ def test_a_request_of_the_load_that_fails_ends_the_bench(run_async: Any) -> None
     async def work(engines: list[FakeEngine], clients: list[EngineClient]) -> None:
         engines[0].faults["/generate"] = ["refuse"]
         async with Load(clients, 1) as load:
-            await asyncio.sleep(0.1)
             await load.settled()
 
     with pytest.raises(Exception, match="refused"):

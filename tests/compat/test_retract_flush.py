@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-import time
 
 import pytest
 
@@ -17,6 +15,7 @@ from slime_backend.transports import DiskTransport
 from slime_backend.transports.distributed import DistributedTransport
 from slime_backend.wire import ACTIVE, NOT_NEEDED
 from tests.helpers import DEADLINES, body, difference, fleet_on, load, logprobs, prompt, reference, versions
+from tests.waiting import ENDLESS, Flight, decoding, endless, endless_body, landed, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("older_generation")]
 
@@ -40,15 +39,32 @@ def audited(models, ids, answer, versions_in_order):
     )
 
 
-async def decoding(client, prompts, tokens, **options):
-    """Start requests and return their tasks once the scheduler runs all of them."""
-    tasks = [asyncio.create_task(client.generate({**body(ids, tokens, 1.0), **options})) for ids in prompts]
-    until = time.monotonic() + 60
-    while (await client.reports())[0].kv.running < len(prompts):
-        assert time.monotonic() < until, "the requests never ran"
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(0.2)  # some tokens further than the first
-    return tasks
+async def paused_in_mid_prefill(client, tokens):
+    """A request of many chunks, some of which are computed, paused in place. A longer one is sent where the pause came
+    too late."""
+
+    async def report():
+        return (await client.reports())[0].kv
+
+    for length in (4000, 7000):
+        ids = prompt(length)
+        flight = Flight(client, endless_body(ids, tokens))
+
+        async def begun(flight=flight):
+            return flight.task.done() or (await report()).chunked
+
+        await until(begun, "a chunked prefill")
+        await client.pause("in_place")
+        await until(lambda: paused(report), "paused")
+        if (await report()).chunked:
+            return ids, flight
+        await client.resume()
+        await flight.drop()
+    raise AssertionError("no pause met a chunked prefill")
+
+
+async def paused(report):
+    return (await report()).paused
 
 
 def test_every_hook_is_active_but_the_one_for_a_fault_that_came_later(engine, run_async):
@@ -66,11 +82,11 @@ def test_retract_publication_with_requests_in_flight(engine, models, sources, tm
             await load(client, sources["a"], tmp_path)
             ids, prompts = prompt(), [prompt(300) for _ in range(3)]
             before = [await client.generate(body(ids)) for _ in range(2)]
-            flying = await decoding(client, prompts, 300)
             mover = DiskTransport(sources["b"], tmp_path) if kind == "disk" else DistributedTransport(sources["b"])
-            report = await publish(fleet, mover, next(versions))
-            after = [await client.generate(body(ids)) for _ in range(2)]
-            flown = await asyncio.gather(*flying)
+            async with endless(client, prompts) as flying:
+                report = await publish(fleet, mover, next(versions))
+                after = [await client.generate(body(ids)) for _ in range(2)]
+                flown = await landed(flying)
             await mover.close()
             return ids, prompts, before, report, after, flown
 
@@ -91,8 +107,9 @@ def test_retract_publication_with_requests_in_flight(engine, models, sources, tm
         meta = answer["meta_info"]
         spans = meta["weight_versions"]
         assert [s["version"] for s in spans] == both
-        assert (spans[0]["start"], spans[-1]["end"]) == (0, 300)
-        assert len(answer["output_ids"]) == len(logprobs(answer)) == meta["completion_tokens"] == 300
+        tokens = len(answer["output_ids"])
+        assert (spans[0]["start"], spans[-1]["end"]) == (0, tokens)
+        assert len(logprobs(answer)) == meta["completion_tokens"] == tokens
         assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
         assert audited(models, own, answer, both) < TOLERANCE
         # The contexts: built by the old weights up to the publication, then computed again by the new ones.
@@ -101,7 +118,7 @@ def test_retract_publication_with_requests_in_flight(engine, models, sources, tm
             (s["start"], s["end"], s["version"]) for s in spans
         ]
         assert first["context"] == [{"version": both[0], "start": 0, "end": 300 + spans[0]["end"] - 1}]
-        assert last["context"] == [{"version": both[1], "start": 0, "end": 300 + 300 - 1}]
+        assert last["context"] == [{"version": both[1], "start": 0, "end": 300 + tokens - 1}]
         assert [p["version"] for p in meta["prefills"]] == both
 
 
@@ -111,26 +128,22 @@ def test_retracted_twice_and_retracted_in_the_middle_of_a_chunked_prefill(engine
     async def scenario():
         async with fleet_on(engine, RETRACT) as (fleet, client):
             await load(client, sources["a"], tmp_path)
-            short, long = prompt(300), prompt(7000)
-            flying = await decoding(client, [short], 400)
-            flying.append(asyncio.create_task(client.generate(body(long, 100, 1.0))))
-            until = time.monotonic() + 60
-            while not (chunked := (await client.reports())[0].kv.chunked):
-                assert time.monotonic() < until, "no chunked prefill was seen"
-                await asyncio.sleep(0.002)
-            reports = [await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))]
-            while (await client.reports())[0].kv.running < 1:
-                await asyncio.sleep(0.01)
-            reports.append(await publish(fleet, DiskTransport(sources["a"], tmp_path), next(versions)))
-            return chunked, reports, [short, long], await asyncio.gather(*flying)
+            short = prompt(300)
+            async with endless(client, [short]) as flying:
+                # Held there by a pause in place, until the publication's own retracts them both.
+                long, prefilling = await paused_in_mid_prefill(client, ENDLESS - 7000)
+                flying.append(prefilling)
+                reports = [await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))]
+                await decoding(flying)
+                reports.append(await publish(fleet, DiskTransport(sources["a"], tmp_path), next(versions)))
+                return reports, [short, long], await landed(flying)
 
-    chunked, reports, prompts, answers = run_async(scenario(), 240)
-    assert chunked
+    reports, prompts, answers = run_async(scenario(), 240)
     assert all(r.engines[0].flush_verified for r in reports)
     names = {reports[0].previous_version: "a", reports[0].version: "b", reports[1].version: "a"}
-    for ids, answer, tokens in zip(prompts, answers, (400, 100), strict=True):
+    for ids, answer in zip(prompts, answers, strict=True):
         spans, got = answer["meta_info"]["weight_versions"], logprobs(answer)
-        assert spans[-1]["end"] == len(answer["output_ids"]) == len(got) == tokens
+        assert spans[-1]["end"] == len(answer["output_ids"]) == len(got)
         assert spans[-1]["version"] == reports[1].version
         for span in spans:
             expected = reference(models[names[span["version"]]], ids, answer)[0]
@@ -145,24 +158,24 @@ def test_a_load_that_flushes_by_itself_leaves_the_scheduler_alive(engine, source
     async def scenario():
         async with fleet_on(engine, RETRACT) as (_, client):
             sources["b"].save(tmp_path / "weights")
-            (task,) = await decoding(client, [prompt(300)], 300)
-            await client.pause("retract")
-            try:
-                await client.call(
-                    "POST",
-                    "/update_weights_from_disk",
-                    body={"model_path": str(tmp_path / "weights"), "flush_cache": True},
-                    deadline=DEADLINES.load,
-                )
-                kv = (await client.reports())[0].kv
-            finally:
-                await client.resume()
-            return kv, await task
+            async with endless(client, [prompt(300)]) as flying:
+                await client.pause("retract")
+                try:
+                    await client.call(
+                        "POST",
+                        "/update_weights_from_disk",
+                        body={"model_path": str(tmp_path / "weights"), "flush_cache": True},
+                        deadline=DEADLINES.load,
+                    )
+                    kv = (await client.reports())[0].kv
+                finally:
+                    await client.resume()
+                return kv, await landed(flying)
 
-    kv, answer = run_async(scenario(), 120)
+    kv, (answer,) = run_async(scenario(), 120)
     assert kv.is_empty
     assert kv.waiting == 1
-    assert len(answer["output_ids"]) == 300
+    assert len(answer["meta_info"]["prefills"]) == 2
 
 
 def test_a_health_check_still_sees_the_waiting_requests(engine, run_async):
@@ -170,15 +183,14 @@ def test_a_health_check_still_sees_the_waiting_requests(engine, run_async):
 
     async def scenario():
         async with EngineClient(engine.url, deadlines=DEADLINES) as client:
-            flying = await decoding(client, [prompt(300) for _ in range(2)], 300)
-            await client.pause("retract")
-            try:
-                await client.flush()
-                assert not await client.healthy(deadline=2.0)  # paused: no token, so no answer
-                waiting = (await client.reports())[0].kv.waiting
-            finally:
-                await client.resume()
-            await asyncio.gather(*flying)
+            async with endless(client, [prompt(300) for _ in range(2)]):
+                await client.pause("retract")
+                try:
+                    await client.flush()
+                    assert not await client.healthy(deadline=2.0)  # paused: no token, so no answer
+                    waiting = (await client.reports())[0].kv.waiting
+                finally:
+                    await client.resume()
             return waiting, await client.healthy(deadline=30.0)
 
     assert run_async(scenario(), 120) == (2, True)
@@ -186,17 +198,14 @@ def test_a_health_check_still_sees_the_waiting_requests(engine, run_async):
 
 def test_in_place_pause_still_refuses_the_flush(engine, run_async):
     async def scenario():
-        async with EngineClient(engine.url, deadlines=DEADLINES) as client:
-            (task,) = await decoding(client, [prompt(300)], 300)
+        async with EngineClient(engine.url, deadlines=DEADLINES) as client, endless(client, [prompt(300)]):
             await client.pause("in_place")
             try:
                 with pytest.raises(RuntimeError, match="HTTP 400"):
                     await client.flush()
-                kv = (await client.reports())[0].kv
+                return (await client.reports())[0].kv
             finally:
                 await client.resume()
-            await task
-            return kv
 
     kv = run_async(scenario(), 120)
     assert (kv.requests_holding_kv, kv.is_empty) == (1, False)
@@ -206,15 +215,15 @@ def test_a_bare_label_splits_the_spans_of_a_running_request(engine, run_async):
     """The schedulers hear of the label while they sample, and of nothing else."""
 
     async def scenario():
-        async with fleet_on(engine, RETRACT) as (fleet, client):
-            (task,) = await decoding(client, [prompt(300)], 300)
+        async with fleet_on(engine, RETRACT) as (fleet, client), endless(client, [prompt(300)]) as flying:
             name = next(versions)
             await client.label(name)
-            return fleet.version, name, (await task)["meta_info"]
+            (answer,) = await landed(flying)
+            return fleet.version, name, answer["meta_info"]
 
     old, new, meta = run_async(scenario(), 120)
     assert [s["version"] for s in meta["weight_versions"]] == [old, new]
-    assert meta["weight_versions"][-1]["end"] == 300
+    assert meta["weight_versions"][-1]["end"] == meta["completion_tokens"]
 
 
 def test_a_stream_bears_the_spans_once_with_its_last_chunk(engine, run_async):

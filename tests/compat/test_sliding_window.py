@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from checks import TOLERANCE, audit_difference, check_form, contexts, decoding, plain_difference, prompt, reset
-from engine_api import Api, Background
+from checks import (
+    TOLERANCE,
+    audit_difference,
+    check_form,
+    contexts,
+    decoding,
+    paused_in_mid_prefill,
+    plain_difference,
+    prompt,
+    reset,
+)
+from engine_api import Api, go_on
 from tiny_models import WINDOW, Reference, write_checkpoints
 
 from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
@@ -55,12 +65,12 @@ def test_requests_that_live_through_two_publications_can_be_audited(
 ) -> None:
     """Exactly, token by token, from what their record says; and it agrees with the sampled spans."""
     prompts = [prompt(length) for length in (50, 300, 900)]
-    calls: list[Background] = [decoding(api, ids, 300) for ids in prompts]
-    api.publish(paths["v1"], "v1", mode)
-    api.until(lambda report: report.kv.running > 0, "decoding again")
-    api.publish(paths["v2"], "v2", mode)
+    calls = [decoding(api, ids) for ids in prompts]
+    for version in ("v1", "v2"):
+        api.publish(paths[version], version, mode)
+        go_on(api, 3, calls)
     for ids, call in zip(prompts, calls, strict=True):
-        answer = call.result()
+        answer = call.end()
         check_form(ids, answer)
         assert audit_difference(hf, ids, answer) < TOLERANCE
         last = contexts(answer)[-1]
@@ -70,7 +80,7 @@ def test_requests_that_live_through_two_publications_can_be_audited(
 def test_a_retract_and_flush_empty_both_pools(api: Api) -> None:
     ids = prompt(1000)
     api.generate(ids, 8)
-    call = decoding(api, ids, 200)
+    call = decoding(api, ids)
     used = api.report().kv
     assert used.swa_capacity > 0
     assert used.tree_full_evictable + used.tree_full_protected >= 1000
@@ -81,16 +91,14 @@ def test_a_retract_and_flush_empty_both_pools(api: Api) -> None:
     assert flushed.is_empty, flushed.leftovers()
     assert flushed.waiting == 1
     api.resume()
-    assert len(call.result()["output_ids"]) == 200
+    call.result()
 
 
 def test_an_in_place_publication_in_mid_prefill_is_recorded(api: Api, hf: Reference, paths: dict[str, str]) -> None:
-    ids = prompt(5000)
-    call = Background(api.generate, ids, 20)
-    api.until(lambda report: report.kv.chunked > 0, "a chunked prefill")
-    api.publish(paths["v1"], "v1", "in_place")
+    ids, call = paused_in_mid_prefill(api)
+    api.load_and_resume(paths["v1"], "v1")
     answer = call.result()
     check_form(ids, answer)
     assert contexts(answer) == [["v0", "v1"]]
-    assert answer["meta_info"]["weight_versions"] == [{"version": "v1", "start": 0, "end": 20}]
+    assert answer["meta_info"]["weight_versions"] == [{"version": "v1", "start": 0, "end": 12}]
     assert audit_difference(hf, ids, answer) < TOLERANCE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.transports import DiskTransport
 from tests.helpers import DEADLINES, body, difference, load, prompt, versions
+from tests.waiting import decoding, endless, landed
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("older_generation")]
 
@@ -32,11 +32,8 @@ def bare_engine(tiny_model, tmp_path_factory):
         yield local
 
 
-async def in_flight(client):
-    tasks = [asyncio.create_task(client.generate(body(prompt(300), 300, 1.0))) for _ in range(3)]
-    while (await client.reports())[0].kv.running < 3:
-        await asyncio.sleep(0.02)
-    return tasks
+def in_flight(client):
+    return endless(client, [prompt(300) for _ in range(3)])
 
 
 def test_the_flush_is_refused_and_the_engine_stays_at_the_old_version(
@@ -49,22 +46,24 @@ def test_the_flush_is_refused_and_the_engine_stays_at_the_old_version(
             await client.label(start)
             fleet = Fleet(decide("disjoint", "retract"), start)
             await admit(fleet, client)
-            flying = await in_flight(client)
-            await client.pause("retract")
-            with pytest.raises(EngineRefused, match="HTTP 400"):
-                await client.flush()
-            await client.resume()
-            with pytest.raises(PublicationError) as failed:
-                await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
-            ids = prompt(100)
-            return start, fleet, str(failed.value), ids, await client.generate(body(ids)), await asyncio.gather(*flying)
+            async with in_flight(client) as flying:
+                await client.pause("retract")
+                with pytest.raises(EngineRefused, match="HTTP 400"):
+                    await client.flush()
+                await client.resume()
+                await decoding(flying)
+                with pytest.raises(PublicationError) as failed:
+                    await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
+                ids = prompt(100)
+                answer = await client.generate(body(ids))
+                return start, fleet, str(failed.value), ids, answer, await landed(flying)
 
     start, fleet, message, ids, answer, flown = run_async(scenario(), 120)
     assert "flush not verified (HTTP 400" in message
     assert "hasn't flushed" in message
     assert fleet.version == start
     assert difference(models["a"], ids, answer) < 1e-5
-    assert [len(a["output_ids"]) for a in flown] == [300] * 3
+    assert [{s["version"] for s in a["meta_info"]["weight_versions"]} for a in flown] == [{start}] * 3
 
 
 def test_beside_an_engine_that_flushes_it_is_retired_with_that_reason(bare_engine, sources, tmp_path, run_async):
@@ -81,9 +80,8 @@ def test_beside_an_engine_that_flushes_it_is_retired_with_that_reason(bare_engin
             fleet = Fleet(decide("disjoint", "retract"), start)
             await admit(fleet, client)
             await admit(fleet, second)
-            flying = await in_flight(client)
-            report = await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
-            await asyncio.gather(*flying)
+            async with in_flight(client):
+                report = await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
             return report, fleet.members["engine0"], fleet.members["other"]
 
     report, refused, other = run_async(scenario(), 120)
@@ -97,8 +95,7 @@ def test_an_update_that_flushes_by_itself_ends_the_scheduler(bare_engine, source
 
     async def scenario():
         sources["b"].save(tmp_path / "weights")
-        async with EngineClient(bare_engine.url, deadlines=SHORT) as client:
-            flying = await in_flight(client)
+        async with EngineClient(bare_engine.url, deadlines=SHORT) as client, in_flight(client):
             await client.pause("retract")
             with pytest.raises(EngineError):
                 await client.call(
@@ -109,7 +106,6 @@ def test_an_update_that_flushes_by_itself_ends_the_scheduler(bare_engine, source
                 )
             with pytest.raises(EngineError):
                 await client.reports()
-            await asyncio.gather(*flying, return_exceptions=True)
 
     run_async(scenario(), 180)
     log = bare_engine.log_path.read_text(errors="replace")

@@ -10,7 +10,7 @@ import pytest
 
 from slime_backend.cpu import megatron, source, tensor_ipc
 from slime_backend.cpu.source import SourceMovedError
-from slime_backend.post_import import on_import
+from slime_backend.import_hooks import on_import
 
 
 @pytest.fixture
@@ -62,10 +62,25 @@ def test_a_use_that_is_gone_fails_the_import(made):
         importlib.import_module(name)
 
 
+@pytest.mark.parametrize("first", ["the source", "the function"])
+def test_a_module_may_have_its_source_changed_and_a_function_run(made, first):
+    """In either order of registration: the function sees what the changed source made."""
+    name = made(f"reef_both_{first[-8:].strip().replace(' ', '_')}", "kind = 'torch.cuda.FloatTensor'\n")
+    seen = []
+    steps = [
+        lambda: source.rewrite(name, {"'torch.cuda.": "'torch."}),
+        lambda: on_import(name, lambda module: seen.append(module.kind)),
+    ]
+    for step in steps if first == "the source" else reversed(steps):
+        step()
+    importlib.import_module(name)
+    assert seen == ["torch.FloatTensor"]
+
+
 def test_a_use_that_is_there_passes(made):
     name = made("reef_use_b", "use = 'torch.cuda.current_stream()'\n")
     on_import(name, megatron._check(name, ("torch.cuda.current_stream()",)))
-    importlib.import_module(name)
+    assert importlib.import_module(name).use == "torch.cuda.current_stream()"
 
 
 @pytest.mark.parametrize("shim", [megatron._use_cpu_generator, tensor_ipc._keep_reductions])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from typing import Any
 
-from engine_api import Api, Background
+from engine_api import Api, Background, Endless
 from tiny_models import Reference
 
 TOLERANCE = 1e-5  # float32 engine against Hugging Face eager, tokens at temperature 1
@@ -71,15 +70,27 @@ def contexts(answer: Any) -> list[list[str]]:
 
 def reset(api: Api, paths: dict[str, str]) -> None:
     """An idle engine at v0 with an empty cache."""
+    api.call("/abort_request", {"abort_all": True})  # what a test that failed has left
     api.until(lambda report: report.kv.running == report.kv.waiting == report.kv.requests_holding_kv == 0, "idle")
     assert api.flush() == 200
     api.load(paths["v0"])
     api.label("v0")
 
 
-def decoding(api: Api, ids: list[int], tokens: int, **options: Any) -> Background:
-    """A request that has started to decode."""
-    call = Background(api.generate, ids, tokens, **options)
-    api.until(lambda report: report.kv.running > 0, "decoding")
-    time.sleep(0.1)  # some tokens further than the first
-    return call
+def decoding(api: Api, ids: list[int]) -> Endless:
+    """A request that has started to decode, and goes on until it is ended."""
+    return Endless(api, ids).started()
+
+
+def paused_in_mid_prefill(api: Api) -> tuple[list[int], Background]:
+    """A request of many chunks, some of which are computed, paused in place. A longer one is sent where the pause came
+    too late."""
+    for length in (4000, 8000, 12000):
+        ids = prompt(length)
+        call = Background(api.generate, ids, 12)
+        api.until(lambda report: report.kv.chunked == 1 or call.done(), "a chunked prefill")  # noqa: B023
+        if api.pause("in_place").kv.chunked:
+            return ids, call
+        api.resume()
+        call.result()
+    raise AssertionError("no pause met a chunked prefill")

@@ -18,6 +18,7 @@ from scoped import HOOKS, KINDS, RUNNING, STRICT, Kind, Scoped
 from tiny_models import Reference, write_checkpoints
 
 from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines
+from tests import tensor_parallel
 
 
 @pytest.fixture(scope="session")
@@ -66,8 +67,12 @@ def scoped_engine(request: pytest.FixtureRequest, serve: Serve) -> Iterator[Scop
         hooks=HOOKS,
         page_size=kind.page,
         overlap_schedule=kind.overlap,
-        extra=("--max-running-requests", str(RUNNING)),
-        environment={**STRICT, "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": kind.core},
+        extra=("--max-running-requests", str(RUNNING), *tensor_parallel.flags(kind.tensor_ranks)),
+        environment={
+            **STRICT,
+            "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": kind.core,
+            **tensor_parallel.environment(kind.tensor_ranks),
+        },
     ) as api:
         yield Scoped(kind, api, paths, request.getfixturevalue(f"{family}_reference"))
 

@@ -7,11 +7,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from slime_backend.wire import REPORT_KEY, SchedulerReport
+from slime_backend.wire import REPORT_KEY, KvEvidence, SchedulerReport
+from tests.waiting import DEADLINE_S, DELAY_S, ENDLESS, TOO_FAST, all_decode, have_gone_on, wait_until
 
 
 class Api:
@@ -47,12 +49,12 @@ class Api:
         assert status == 200, answer
         return answer
 
-    def stream(self, ids: Sequence[int], tokens: int) -> list[Any]:
+    def stream(self, ids: Sequence[int], tokens: int, **sampling: Any) -> list[Any]:
         body = {
             "input_ids": list(ids),
             "return_logprob": True,
             "stream": True,
-            "sampling_params": {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True, **sampling},
         }
         request = urllib.request.Request(
             self.url + "/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -91,25 +93,27 @@ class Api:
         if mode == "retract":
             assert self.flush() == 200
             assert self.report().kv.is_empty, self.report().kv.leftovers()
-        self.load(path)
-        self.label(version)
-        self.resume()
+        self.load_and_resume(path, version)
 
     def publish_without_flush(self, path: str, version: str) -> None:
         """Retract, and trust something else than a flush to keep the old entries away."""
         self.pause("retract")
+        self.load_and_resume(path, version)
+
+    def load_and_resume(self, path: str, version: str) -> None:
         self.load(path)
         self.label(version)
         self.resume()
 
-    def until(self, holds: Callable[[SchedulerReport], bool], what: str, seconds: float = 30.0) -> SchedulerReport:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def until(
+        self, holds: Callable[[SchedulerReport], bool], what: str, seconds: float = DEADLINE_S
+    ) -> SchedulerReport:
+        def look() -> SchedulerReport | None:
             report = self.report()
-            if holds(report):
-                return report
-            time.sleep(0.02)
-        raise TimeoutError(f"engine never reached: {what}; last report {report}")
+            return report if holds(report) else None
+
+        found: SchedulerReport = wait_until(look, f"{what}, by the report of {self.url}", seconds)
+        return found
 
 
 class Background:
@@ -130,12 +134,62 @@ class Background:
     def done(self) -> bool:
         return not self._thread.is_alive()
 
+    def check(self) -> None:
+        """Fail where it is over."""
+        if self.done():
+            raise AssertionError(TOO_FAST.format(ENDLESS) + f" (it came to {str(self._answer)[:300]})")
+
     def result(self) -> Any:
-        self._thread.join(120)
+        self._thread.join(2 * DEADLINE_S)
         assert self._answer, "the call did not return"
         if isinstance(self._answer[0], BaseException):
             raise self._answer[0]
         return self._answer[0]
+
+
+class Endless(Background):
+    """A request, or a batch of them, that goes on until it is ended."""
+
+    def __init__(self, api: Api, ids: Sequence[int] | list[list[int]], **options: Any) -> None:
+        self.api, self.count = api, len(ids) if isinstance(ids[0], list) else 1
+        self.before = sum(report.kv.running for report in api.reports())
+        self.rids = [uuid.uuid4().hex for _ in range(self.count)]
+        rid = self.rids if isinstance(ids[0], list) else self.rids[0]
+        super().__init__(api.generate, ids, ENDLESS, rid=rid, **options)
+
+    def started(self) -> Endless:
+        """Itself, once it decodes. It must be the only one that comes or goes."""
+        go_on(self.api, self.before + self.count, [self])
+        return self
+
+    def end(self) -> Any:
+        """End it; its answer up to here."""
+        self.check()
+        for rid in self.rids:
+            assert self.api.call("/abort_request", {"rid": rid})[0] == 200
+        return super().result()
+
+    def result(self) -> Any:
+        """Let it go on for some tokens, then end it; its answer."""
+        go_on(self.api, self.count, [self])
+        return self.end()
+
+
+def go_on(api: Api, requests: int, calls: Sequence[Background] = ()) -> None:
+    """Return once so many requests decode, and each has sampled tokens since; those of `calls` are among them."""
+
+    def reports() -> list[KvEvidence]:
+        for call in calls:
+            call.check()
+        return [report.kv for report in api.reports()]
+
+    def all_admitted() -> list[KvEvidence] | None:
+        found = reports()
+        return found if all_decode(found, requests) else None
+
+    before = wait_until(all_admitted, f"{requests} requests decode")
+    wait_until(lambda: have_gone_on(before, reports(), requests), f"{requests} requests go on")
+    time.sleep(DELAY_S)
 
 
 # The `serve` fixture: serve(model, **EngineSettings fields) -> context of a running engine.

@@ -31,16 +31,18 @@ class Kind:
     core: str
     page: int
     overlap: bool
+    tensor_ranks: int = 1
 
     def __str__(self) -> str:
         model, schedule = "hybrid" if self.hybrid else "dense", "overlap" if self.overlap else "plain"
-        return f"{model}-{self.core}-page{self.page}-{schedule}"
+        return f"{model}-{self.core}-page{self.page}-{schedule}" + (f"-tp{self.tensor_ranks}" * (self.tensor_ranks > 1))
 
 
 DENSE = Kind(False, "rust", 1, False)
 KINDS = [Kind(True, "rust", 16, True)]
 if os.environ.get("REEF_ALL_KINDS"):  # an engine each; for a release
     KINDS += [DENSE, Kind(False, "python", 16, True), Kind(True, "python", 1, False)]
+    KINDS += [Kind(True, "rust", 16, True, tensor_ranks=2)]
 
 
 @dataclass(frozen=True)

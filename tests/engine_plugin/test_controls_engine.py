@@ -22,28 +22,39 @@ if os.environ.get("REEF_SLIME_HOOKS"):
 """
 
 
-@pytest.mark.soak
-def test_without_the_corrections_the_window_and_the_native_spans_are_off(
-    serve: Serve, hybrid_paths: dict[str, str], hybrid_reference: Reference, tmp_path: Path
-) -> None:
+@pytest.fixture
+def uncorrected(tmp_path: Path) -> dict[str, str]:
+    """The environment of an engine that lacks both corrections."""
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_CORRECTIONS)
-    with serve(hybrid_paths["v0"], overlap_schedule=True, environment={"PYTHONPATH": str(tmp_path)}) as api:
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.soak
+def test_without_the_correction_the_window_is_off(
+    serve: Serve, hybrid_paths: dict[str, str], hybrid_reference: Reference, uncorrected: dict[str, str]
+) -> None:
+    with serve(hybrid_paths["v0"], overlap_schedule=True, environment=uncorrected) as api:
         ids = prompt(700)
         assert plain_difference(hybrid_reference, "v0", ids, api.generate(ids, 24)) > 1e-3
-        ids = prompt(50)  # shorter than the window, so that only the spans are off
-        call = decoding(api, ids, 70)
+
+
+@pytest.mark.soak
+def test_without_the_correction_the_native_spans_are_off(
+    serve: Serve, dense_paths: dict[str, str], dense_reference: Reference, uncorrected: dict[str, str]
+) -> None:
+    with serve(dense_paths["v0"], overlap_schedule=True, environment=uncorrected) as api:
+        ids = prompt(50)
+        call = decoding(api, ids)
         paused = api.pause("in_place").kv
         assert paused.result_queue == 1, "no step was in flight"
-        api.load(hybrid_paths["v1"])
-        api.label("v1")
-        api.resume()
+        api.load_and_resume(dense_paths["v1"], "v1")
         answer = call.result()
         ours, native = answer["meta_info"]["kv_provenance"], answer["meta_info"]["weight_versions"]
         assert ours[0]["end"] == native[0]["end"] + 1
-        assert audit_difference(hybrid_reference, ids, answer) < 1e-5
+        assert audit_difference(dense_reference, ids, answer) < 1e-5
         # The disputed token was sampled by v0, not by v1 as SGLang says.
         disputed = native[0]["end"]
-        by_v1 = hybrid_reference.plain("v1", ids + answer["output_ids"])[len(ids) - 1 + disputed]
+        by_v1 = dense_reference.plain("v1", ids + answer["output_ids"])[len(ids) - 1 + disputed]
         assert abs(float(by_v1) - logprobs(answer)[disputed]) > 1e-2
 
 

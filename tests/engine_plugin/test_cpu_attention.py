@@ -66,13 +66,13 @@ class Scene:
     lengths: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from slime_backend.engine_plugin.cpu_attention import backend_class
+        from slime_backend.engine_plugin.cpu_attention_backend import CpuAttentionBackend
 
         self.random = torch.Generator().manual_seed(3)
         self.pool = Pool(self.dtype)
         self.rows = SimpleNamespace(req_to_token=torch.zeros(ROWS, LONGEST, dtype=torch.int32))
         runner = SimpleNamespace(device="cpu", req_to_token_pool=self.rows, token_to_kv_pool=self.pool)
-        self.backend = backend_class()(runner)
+        self.backend = CpuAttentionBackend(runner)
         pages = torch.randperm(SLOTS // self.page - 1, generator=self.random) + 1
         self.free = (pages[:, None] * self.page + torch.arange(self.page)).view(-1).tolist()
 
@@ -161,10 +161,10 @@ def test_prefill_prefix_hit_mixed_batch_and_decode(layer: Layer, dtype: str, pag
 
 
 def test_a_decode_batch_gathered_in_parts(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime_backend.engine_plugin import cpu_attention
+    from slime_backend.engine_plugin import cpu_attention_backend
 
     most_keys = 130
-    monkeypatch.setattr(cpu_attention, "GATHER_BYTES", most_keys * KV_HEADS * DIM * 4)
+    monkeypatch.setattr(cpu_attention_backend, "GATHER_BYTES", most_keys * KV_HEADS * DIM * 4)
     scene = Scene(torch.float32)
     scene.run(layer, {1: 64, 2: 100, 3: 90, 4: 127, 5: 200, 6: 9}, decode=False)
     got, expected = scene.run(layer, dict.fromkeys(range(1, 7), 1), decode=True)
@@ -192,7 +192,7 @@ def test_request_without_new_tokens_empty_batch_and_padding_rows() -> None:
 def test_the_cap_is_of_consequence() -> None:
     """The layers above would pass with the cap ignored if it changed nothing."""
     q, k = torch.randn(1, 1, 1, DIM), torch.randn(1, 1, 50, DIM)
-    from slime_backend.engine_plugin.cpu_attention import attend
+    from slime_backend.engine_plugin.cpu_attention_backend import attend
 
     capped, uncapped = (attend(q, k, k, None, 1 / math.sqrt(DIM), cap) for cap in (0.5, 0.0))
     assert (capped - uncapped).abs().max() > 1e-2

@@ -12,11 +12,12 @@ from checks import (
     check_form,
     contexts,
     decoding,
+    paused_in_mid_prefill,
     plain_difference,
     prompt,
     reset,
 )
-from engine_api import Api, Background, Serve
+from engine_api import Api, Background, Serve, go_on
 from tiny_models import WINDOW, Reference
 
 from slime_backend.wire import ACTIVE
@@ -62,8 +63,7 @@ def test_a_batch_of_very_different_lengths_matches_the_reference(api: Api, hybri
 
 
 def test_empty_after_retract_and_flush_with_waiting_requests_and_not_before(api: Api) -> None:
-    calls = [Background(api.generate, prompt(150), 400) for _ in range(3)]
-    api.until(lambda report: report.kv.running == 3, "three decoding")
+    calls = [decoding(api, prompt(150)) for _ in range(3)]
     paused = api.pause("retract").kv
     assert (paused.paused, paused.pause_mode, paused.waiting) == (True, "retract", 3)
     assert (paused.in_flight_at_pause, paused.retracted_at_pause) == (3, 3)
@@ -78,15 +78,16 @@ def test_empty_after_retract_and_flush_with_waiting_requests_and_not_before(api:
     assert flushed.flush_epoch == flushes + 1
     api.resume()
     assert api.report().kv.pause_mode is None
+    go_on(api, 3, calls)
     for call in calls:
-        assert len(call.result()["output_ids"]) == 400
+        assert [p["cached"] for p in call.end()["meta_info"]["prefills"]] == [0, 0]
     late.result()
     assert not api.report().kv.is_empty  # the finished requests' prefixes are in the tree
 
 
 def test_retracted_but_unflushed_cache_entries_are_not_empty(api: Api) -> None:
     api.generate(prompt(300), 4)
-    call = decoding(api, prompt(150), 300)
+    call = decoding(api, prompt(150))
     retracted = api.pause("retract").kv
     assert retracted.requests_holding_kv == 0
     assert not retracted.is_empty
@@ -97,7 +98,7 @@ def test_retracted_but_unflushed_cache_entries_are_not_empty(api: Api) -> None:
 
 
 def test_in_place_pause_is_not_empty_and_its_refused_flush_is_explained(api: Api) -> None:
-    call = decoding(api, prompt(150), 300)
+    call = decoding(api, prompt(150))
     held = api.pause("in_place").kv
     assert not held.is_empty
     assert (held.requests_holding_kv, held.retracted_at_pause, held.tokens_at_pause) == (1, 0, 0)
@@ -119,11 +120,11 @@ def test_two_publications_in_flight_audit_exactly(
     api: Api, hybrid_paths: dict[str, str], hybrid_reference: Reference, modes: tuple[str, str]
 ) -> None:
     ids = prompt(200)
-    call = decoding(api, ids, 300)
+    call = decoding(api, ids)
     for version, mode in zip(("v1", "v2"), modes, strict=True):
         api.publish(hybrid_paths[version], version, mode)
-        api.until(lambda report: report.kv.running > 0, "decoding again")
-    answer = call.result()
+        go_on(api, 1, [call])
+    answer = call.end()
     check_form(ids, answer)
     assert [segment["version"] for segment in answer["meta_info"]["kv_provenance"]] == ["v0", "v1", "v2"]
     expected = [["v0"]]
@@ -141,10 +142,8 @@ def test_two_publications_in_flight_audit_exactly(
 def test_publication_inside_a_chunked_prefill(
     api: Api, hybrid_paths: dict[str, str], hybrid_reference: Reference
 ) -> None:
-    ids = prompt(7000)
-    call = Background(api.generate, ids, 12)
-    api.until(lambda report: report.kv.chunked == 1, "chunked prefill")
-    api.publish(hybrid_paths["v1"], "v1", "in_place")
+    ids, call = paused_in_mid_prefill(api)
+    api.load_and_resume(hybrid_paths["v1"], "v1")
     answer = call.result()
     check_form(ids, answer)
     assert answer["meta_info"]["weight_versions"] == [{"version": "v1", "start": 0, "end": 12}]
@@ -174,7 +173,7 @@ def test_a_version_given_with_the_weights_and_a_bare_renaming(
 ) -> None:
     ids = prompt(100)
     before = api.report().epoch
-    call = decoding(api, ids, 200)
+    call = decoding(api, ids)
     api.pause("in_place")
     api.load(hybrid_paths["v1"], "v1")  # label and weights in one call
     api.resume()
@@ -209,10 +208,8 @@ def test_an_aborted_request_tells_how_far_it_came(
     api: Api, hybrid_paths: dict[str, str], hybrid_reference: Reference
 ) -> None:
     ids = prompt(100)
-    call = decoding(api, ids, 20000, rid="to-abort")
+    call = decoding(api, ids)
     api.publish(hybrid_paths["v1"], "v1", "in_place")
-    api.until(lambda report: report.kv.running > 0, "decoding again")
-    api.call("/abort_request", {"rid": "to-abort"})
     answer = call.result()
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     check_form(ids, answer)

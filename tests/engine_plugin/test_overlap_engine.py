@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from checks import TOLERANCE, audit_difference, check_form, contexts, decoding, plain_difference, prompt, reset
-from engine_api import Api, Background, Serve
+from checks import (
+    TOLERANCE,
+    audit_difference,
+    check_form,
+    contexts,
+    decoding,
+    paused_in_mid_prefill,
+    plain_difference,
+    prompt,
+    reset,
+)
+from engine_api import Api, Serve
 from tiny_models import Reference
+
+from slime_backend.evidence import why_not_loaded
+from slime_backend.policy import decide
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]  # make test has overlap in test_scope_engine
 
@@ -47,7 +60,7 @@ def test_publication_with_a_step_in_flight(
     for _ in range(3):
         reset(api, dense_paths)
         ids = prompt(200)
-        call = decoding(api, ids, 600)
+        call = decoding(api, ids)
         api.publish(dense_paths["v1"], "v1", mode)
         answer = call.result()
         check_form(ids, answer)
@@ -55,14 +68,32 @@ def test_publication_with_a_step_in_flight(
         assert audit_difference(dense_reference, ids, answer) < TOLERANCE
 
 
+def test_an_update_waits_for_the_batch_that_a_pause_left_in_flight(api: Api, dense_paths: dict[str, str]) -> None:
+    """Its result stays queued until the resume, whose loop expects it; what counts is that the device has finished."""
+    off = decide("disjoint", "unsafe")
+    for mode, queued in (("in_place", 1), ("retract", 0)):
+        reset(api, dense_paths)
+        call = decoding(api, prompt(200), 3000)
+        at_pause = api.pause(mode)
+        api.load(dense_paths["v1"])
+        api.label("v1")
+        after = api.report()
+        api.resume()
+        api.call("/abort_request", {"abort_all": True})
+        call.result()
+        assert [report.kv.result_queue for report in (at_pause, after)] == [queued, queued]
+        assert after.epoch == at_pause.epoch + 2
+        assert after.kv.device_waits == at_pause.kv.device_waits + 2
+        assert why_not_loaded([at_pause], [after], off) == []
+        assert api.report().kv.forward_passes > at_pause.kv.forward_passes  # it counts what runs, once it may
+
+
 def test_publication_inside_a_chunked_prefill(
     api: Api, dense_paths: dict[str, str], dense_reference: Reference
 ) -> None:
-    ids = prompt(7000)
-    call = Background(api.generate, ids, 12)
-    api.until(lambda report: report.kv.chunked == 1, "chunked prefill")
-    assert not api.pause("in_place").kv.is_empty
-    api.publish(dense_paths["v1"], "v1", "in_place")
+    ids, call = paused_in_mid_prefill(api)
+    assert not api.report().kv.is_empty
+    api.load_and_resume(dense_paths["v1"], "v1")
     answer = call.result()
     check_form(ids, answer)
     assert contexts(answer) == [["v0", "v1"]]

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from checks import TOLERANCE, audit_difference, check_form, prompt
-from engine_api import Api, Background, Serve
+from engine_api import Api, Endless, Serve, go_on
 from tiny_models import Reference
 
 from slime_backend.wire import REPORTS_PATH
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]
 
@@ -22,13 +23,6 @@ def api(serve: Serve, dense_paths: dict[str, str]) -> Iterator[Api]:
         yield running
 
 
-def wait_for(api: Api, running: int) -> None:
-    for _ in range(500):
-        if sum(report.kv.running for report in api.reports()) == running:
-            return
-    raise TimeoutError(f"never {running} running requests")
-
-
 def test_every_rank_reports_itself_and_keeps_no_tree(
     api: Api, dense_paths: dict[str, str], dense_reference: Reference
 ) -> None:
@@ -36,11 +30,10 @@ def test_every_rank_reports_itself_and_keeps_no_tree(
     assert first.instance_id != second.instance_id
     assert (first.kv.is_empty, second.kv.is_empty) == (True, True)
     prompts = [prompt(100) for _ in range(4)]
-    calls = [Background(api.generate, ids, 500) for ids in prompts]
-    wait_for(api, 4)
+    calls = [Endless(api, ids) for ids in prompts]
+    go_on(api, 4, calls)
     assert api.call("/pause_generation", {"mode": "in_place"})[0] == 200
-    while not all(report.kv.paused for report in api.reports()):
-        pass
+    wait_until(lambda: all(report.kv.paused for report in api.reports()), "both ranks are paused")
     held = api.reports()
     assert sum(report.kv.requests_holding_kv for report in held) == 4
     assert [report.kv.tree_full_evictable + report.kv.tree_full_protected for report in held] == [0, 0]
@@ -48,8 +41,9 @@ def test_every_rank_reports_itself_and_keeps_no_tree(
     api.load(dense_paths["v1"])
     api.label("v1")
     assert api.call("/continue_generation", {})[0] == 200
+    go_on(api, 4, calls)
     for ids, call in zip(prompts, calls, strict=True):
-        answer = call.result()
+        answer = call.end()
         check_form(ids, answer)
         assert audit_difference(dense_reference, ids, answer) < TOLERANCE
     assert [report.epoch for report in api.reports()] == [2, 2]

@@ -5,15 +5,23 @@ Publications under load are in test_scope_load_engine.py.
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from checks import TOLERANCE, audit_difference, check_form, contexts, decoding, plain_difference, prompt
-from engine_api import Api, Background, Serve
+from checks import (
+    TOLERANCE,
+    audit_difference,
+    check_form,
+    contexts,
+    decoding,
+    paused_in_mid_prefill,
+    plain_difference,
+    prompt,
+)
+from engine_api import Background, Endless, Serve, go_on
 from scoped import DENSE, HOOKS, RUNNING, Scoped
 from tiny_models import Reference
 
 from slime_backend.wire import ACTIVE
+from tests.waiting import ENDLESS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -31,7 +39,7 @@ def test_first_request_after_a_publication_shares_nothing_and_the_second_everyth
 
 def test_in_decode_a_request_keeps_its_kv_and_leaves_nothing_behind(scoped: Scoped) -> None:
     ids = prompt(200)
-    call = decoding(scoped.api, ids, 300)
+    call = decoding(scoped.api, ids)
     scoped.publish("v1")
     answer = call.result()
     check_form(ids, answer)
@@ -44,24 +52,9 @@ def test_in_decode_a_request_keeps_its_kv_and_leaves_nothing_behind(scoped: Scop
     assert scoped.api.generate(ids + answer["output_ids"], 1)["meta_info"]["cached_tokens"] <= len(ids)
 
 
-def paused_in_mid_prefill(api: Api) -> tuple[list[int], Background]:
-    """A request of eight chunks, some of which are computed. Tried again when the pause comes too early or too late."""
-    for attempt in range(20):
-        ids = prompt(4000)
-        call = Background(api.generate, ids, 12)
-        time.sleep(0.05 * (attempt % 5 + 1))
-        if api.pause("in_place").kv.chunked:
-            return ids, call
-        api.resume()
-        call.result()
-    raise TimeoutError("no pause met a chunked prefill")
-
-
 def test_in_mid_chunked_prefill(scoped: Scoped) -> None:
     ids, call = paused_in_mid_prefill(scoped.api)
-    scoped.api.load(scoped.paths["v1"])
-    scoped.api.label("v1")
-    scoped.api.resume()
+    scoped.api.load_and_resume(scoped.paths["v1"], "v1")
     answer = call.result()
     check_form(ids, answer)
     assert contexts(answer) == [["v0", "v1"]]
@@ -75,15 +68,14 @@ def test_waiting_in_the_scheduler_and_in_the_tokenizer(scoped: Scoped) -> None:
     """Their prompts are in the cache when they arrive, and not when they are admitted."""
     api, known = scoped.api, prompt(300)
     api.generate(known, 1)
-    running = [Background(api.generate, prompt(100), 250) for _ in range(RUNNING)]
-    api.until(lambda report: report.kv.running == RUNNING, "full")
+    running = [Endless(api, prompt(100)) for _ in range(RUNNING)]
+    go_on(api, RUNNING, running)
     waiting = [Background(api.generate, known, 8) for _ in range(2)]
     api.until(lambda report: report.kv.waiting == 2, "two waiting in the scheduler")
     api.pause("in_place")
     late = Background(api.generate, known, 8)
-    api.load(scoped.paths["v1"])
-    api.label("v1")
-    api.resume()
+    api.load_and_resume(scoped.paths["v1"], "v1")
+    ended = [call.end() for call in running]  # they make room
     answers = [call.result() for call in (*waiting, late)]
     # Of two that are admitted in one batch neither can share; a later one may share what the others have so far.
     cached = sorted(a["meta_info"]["prefills"][0]["cached"] for a in answers)
@@ -92,17 +84,16 @@ def test_waiting_in_the_scheduler_and_in_the_tokenizer(scoped: Scoped) -> None:
     for answer in answers:
         assert contexts(answer) == [["v1"]]
         assert plain_difference(scoped.reference, "v1", known, answer) < TOLERANCE
-    for call in running:
-        assert len(call.result()["meta_info"]["prefills"]) == 1
+    assert [len(answer["meta_info"]["prefills"]) for answer in ended] == [1] * RUNNING
 
 
 def test_retracted_twice_without_a_flush(scoped: Scoped) -> None:
     """A retract gives the KV up, so the request is admitted again: to the epoch of that moment."""
     api, ids = scoped.api, prompt(200)
-    call = decoding(api, ids, 400)
+    call = decoding(api, ids)
     for version in ("v1", "v2"):
         api.publish_without_flush(scoped.paths[version], version)
-        api.until(lambda report: report.kv.running > 0, "decoding again")
+        go_on(api, 1, [call])
     answer = call.result()
     check_form(ids, answer)
     assert contexts(answer) == [["v0"], ["v1"], ["v2"]]
@@ -117,10 +108,12 @@ def test_retracted_twice_without_a_flush(scoped: Scoped) -> None:
 
 def test_streams_and_several_samples(scoped: Scoped) -> None:
     ids = prompt(150)
-    stream = Background(scoped.api.stream, ids, 150)
-    samples = Background(scoped.api.generate, ids, 150, sampling={"n": 2})
-    scoped.api.until(lambda report: report.kv.running == 3, "three decoding")
+    stream = Background(scoped.api.stream, ids, ENDLESS, stream_interval=64)
+    samples = Background(scoped.api.generate, ids, ENDLESS, sampling={"n": 2})
+    go_on(scoped.api, 3, [stream, samples])
     scoped.publish("v1")
+    go_on(scoped.api, 3, [stream, samples])
+    scoped.api.call("/abort_request", {"abort_all": True})
     last = stream.result()[-1]
     for answer in (last, *samples.result()):
         assert len(answer["meta_info"]["prefills"]) == 1
@@ -160,7 +153,7 @@ def test_the_sweep_takes_what_is_unlocked_and_the_evidence_says_so(scoped: Scope
     api = scoped.api
     for length in (40, 700, 1500):
         api.generate(prompt(length), 4)
-    call = decoding(api, prompt(200), 400)
+    call = decoding(api, prompt(200))
     before = api.pause("in_place")
     assert before.kv.tree_full_evictable > 2000
     assert before.kv.tree_full_protected >= 192
@@ -180,15 +173,15 @@ def test_the_sweep_takes_what_is_unlocked_and_the_evidence_says_so(scoped: Scope
 def test_what_a_crossing_request_had_in_the_tree_goes_and_nothing_else(scoped: Scoped) -> None:
     api = scoped.api
     shared = prompt(260)
-    calls = [decoding(api, shared + prompt(40), tokens) for tokens in (500, 560)]
+    calls = [decoding(api, shared + prompt(40)) for _ in range(2)]
     scoped.publish("v1")
     younger = [prompt(length) for length in (90, 400)]
     for ids in younger:
         api.generate(ids, 1)
     during = api.report()
-    assert during.kv.requests_holding_kv == 2, "they ended too early for this test"
+    assert during.kv.requests_holding_kv == 2
     for call in calls:
-        call.result()
+        call.end()
     after = api.until(lambda report: report.kv.requests_holding_kv == report.kv.running == 0, "idle")
     assert after.kv.tree_full_evictable == during.kv.tree_full_evictable
     assert after.kv.tree_full_protected == after.kv.tree_swa_protected == 0
@@ -198,10 +191,9 @@ def test_what_a_crossing_request_had_in_the_tree_goes_and_nothing_else(scoped: S
 
 
 def test_an_aborted_request_leaves_nothing_behind(scoped: Scoped) -> None:
-    call = decoding(scoped.api, prompt(200), 20000, rid="crossing")
+    call = decoding(scoped.api, prompt(200))
     scoped.publish("v1")
-    scoped.api.call("/abort_request", {"rid": "crossing"})
-    assert call.result()["meta_info"]["finish_reason"]["type"] == "abort"
+    assert call.end()["meta_info"]["finish_reason"]["type"] == "abort"
     scoped.check_nothing_is_left()
 
 

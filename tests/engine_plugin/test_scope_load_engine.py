@@ -16,6 +16,7 @@ from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationReport, publish
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]
 
@@ -55,14 +56,9 @@ async def publish_under_load(scoped: Scoped, publications: int) -> tuple[list[Pu
             body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "rid": rid}
             task = asyncio.create_task(client.generate(body))
             if chance.random() < 0.1:
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.05)  # wherever it is by then
                 await client.call("POST", "/abort_request", body={"rid": rid})
             answers.append((ids, await task))
-
-    async def more_answers(count: int) -> None:
-        wanted = len(answers) + count
-        while len(answers) < wanted:
-            await asyncio.sleep(0.01)
 
     async with EngineClient(scoped.api.url, name="engine0") as client:
         fleet = Fleet(decide("disjoint", "scoped"), "v0")
@@ -72,7 +68,8 @@ async def publish_under_load(scoped: Scoped, publications: int) -> tuple[list[Pu
         try:
             for i in range(publications):
                 reports.append(await publish(fleet, PathTransport(scoped.paths), f"{i}-v{i % 3}"))
-                await asyncio.wait_for(more_answers(2), 60)
+                wanted = len(answers) + 2
+                await until(lambda: len(answers) >= wanted, "two more answers")  # noqa: B023
         finally:
             done.set()
             with suppress(asyncio.CancelledError):

@@ -20,19 +20,20 @@ from typing import Any
 import pytest
 import torch
 from checks import TOLERANCE, audit_difference, contexts, plain_difference
-from engine_api import Api, Background, Serve
+from engine_api import Api, Background, Endless, Serve
 from tiny_models import WINDOW, Reference
 
 from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
 from slime_backend.local_trainer.models import byte_tokenizer
 from slime_backend.wire import ACTIVE, NOT_NEEDED, SchedulerReport
+from tests import tensor_parallel
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 HOOKS = (*DEFAULT_HOOKS, "scope", "swa_anchors")
 CHUNK = 2048
 SLOTS = 30000  # sliding-window slots: room for a grid of three
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "max_total_tokens": 40000,
     "chunked_prefill_size": CHUNK,
     "extra": ("--swa-full-tokens-ratio", str(SLOTS / 40000)),
@@ -102,9 +103,15 @@ class Anchored:
         )
 
 
-@pytest.fixture(scope="module")
-def running(serve: Serve, paths: dict[str, str], hybrid_reference: Reference) -> Iterator[Anchored]:
-    with serve(paths["v0"], hooks=HOOKS, environment=STRICT, **SETTINGS) as api:
+@pytest.fixture(scope="module", params=[1, 2] if os.environ.get("REEF_ALL_KINDS") else [1], ids="tp{}".format)
+def running(
+    request: pytest.FixtureRequest, serve: Serve, paths: dict[str, str], hybrid_reference: Reference
+) -> Iterator[Anchored]:
+    ranks = request.param
+    settings = {**SETTINGS, "extra": (*SETTINGS["extra"], *tensor_parallel.flags(ranks))}
+    with serve(
+        paths["v0"], hooks=HOOKS, environment={**STRICT, **tensor_parallel.environment(ranks)}, **settings
+    ) as api:
         yield Anchored(api, hybrid_reference)
 
 
@@ -197,8 +204,7 @@ def test_no_anchor_outlives_its_weights(anchored: Anchored, paths: dict[str, str
     assert anchored.first_fan_out(head) == 1400
     # A retracted request computes its prompt again, and may then share that: it gets a head of its own.
     crossing = (head if mode == "in_place" else text(1400)) + text(30)
-    call = Background(anchored.api.generate, crossing, 250)
-    anchored.api.until(lambda report: report.kv.running > 0, "decoding")
+    call = Endless(anchored.api, crossing).started()
     anchored.api.publish(paths["v1"], "v1", mode)
     anchored.version = "v1"
     assert anchored.first_fan_out(head) == 1400

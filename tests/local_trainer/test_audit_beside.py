@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -21,6 +21,7 @@ from slime_backend.config import RunConfig
 from slime_backend.local_trainer import loop
 from slime_backend.local_trainer.audit_beside import AuditBeside
 from slime_backend.provenance.ledger import Ledger
+from tests.waiting import wait_until
 
 from .test_loop_staleness import fake_fleet
 
@@ -98,6 +99,20 @@ def test_news_are_told_once(config, tmp_path):
     assert told == [["r0"], [], ["r1", "r2"]]
 
 
+def tree_of(trainer):
+    found = psutil.Process(trainer.pid).children(recursive=True)
+    return found if len(found) >= 2 else []
+
+
+def followers():
+    """The audits below this process."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            found += [process] if "--follow" in process.cmdline() else []
+    return found
+
+
 def test_it_does_not_outlive_its_trainer(tmp_path):
     trainer = subprocess.Popen(
         [sys.executable, "-c", STARTING, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
@@ -105,10 +120,7 @@ def test_it_does_not_outlive_its_trainer(tmp_path):
     try:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "started\n"
-        until = time.monotonic() + 60
-        while len(tree := psutil.Process(trainer.pid).children(recursive=True)) < 2:  # the guard and the audit
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        tree = wait_until(lambda: tree_of(trainer), "the guard and the audit run")
         assert all(p.is_running() for p in tree)
     finally:
         trainer.send_signal(signal.SIGKILL)
@@ -121,9 +133,7 @@ def test_it_is_stopped_with_a_run_that_fails(config, tmp_path):
     beside = AuditBeside(config, tmp_path)
     with Ledger(tmp_path):
         beside.start()
-        time.sleep(0.5)
-        tree = psutil.Process().children(recursive=True)
-        assert any("--follow" in p.cmdline() for p in tree)
+        wait_until(followers, "the audit runs")
         beside.stop()
         beside.stop()
-    assert not [p for p in psutil.Process().children(recursive=True) if "--follow" in p.cmdline()]
+    assert not followers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from slime_backend.local_trainer import models
-from slime_backend.local_trainer.models import ModelError
+from slime_backend.local_trainer.models import ModelError, load_model
+from tests.checkpoint_faults import FAULTS
 
 
 @pytest.mark.parametrize(
@@ -159,3 +161,16 @@ def test_smollm2_answers(tmp_path: Path) -> None:
     with torch.no_grad():
         found = model.generate(torch.tensor([ids]), max_new_tokens=4, do_sample=False)
     assert "Paris" in tokenizer.decode(found[0, len(ids) :])
+
+
+@pytest.mark.parametrize("name", ["one_missing", "cut_off", "left_over_shard", "one_too_many"])
+def test_a_model_that_isnt_complete_doesnt_load(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    """A resumed run and an audit would go on with made-up weights. One too many is no harm here: it isn't used."""
+    directory = shutil.copytree(tiny_model, tmp_path / "model")
+    FAULTS[name][0](directory)
+    if name == "one_too_many":
+        load_model(directory)
+        return
+    with pytest.raises(ModelError, match="does not load: ") as caught:
+        load_model(directory)
+    assert "\n" not in str(caught.value)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_backend.bench import mode_results
 from slime_backend.bench.modes import PARTS
+from slime_backend.planner import measured
 from slime_backend.planner.compare import CLOSE, FIGURES, Cell, compare
 from slime_backend.planner.from_bench import speeds_of
 from slime_backend.planner.predict import predict
@@ -26,12 +26,12 @@ OFF: set[tuple[str, float, str]] = {("retract", 6.0, "lag")}
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[mode_results.ModeResults]:
-    return mode_results.read_runs(FILE)
+def runs() -> list[measured.ModeResults]:
+    return measured.read_runs(FILE)
 
 
 @pytest.fixture(scope="module")
-def cells(runs: list[mode_results.ModeResults]) -> list[Cell]:
+def cells(runs: list[measured.ModeResults]) -> list[Cell]:
     return compare(runs)
 
 

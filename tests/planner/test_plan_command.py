@@ -10,11 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from slime_backend import cli
-from slime_backend.bench import mode_results
-from slime_backend.bench.engine_speeds import EngineSpeeds
-from slime_backend.bench.mode_load import Shape
-from slime_backend.bench.mode_slices import Slice
-from slime_backend.planner import from_ledger, page
+from slime_backend.planner import from_ledger, measured, page
+from slime_backend.planner.measured import EngineSpeeds, Shape, Slice
 from slime_backend.planner.plan import Given, make_plan
 from slime_backend.planner.traffic import PlanError
 from slime_backend.planner.work import MODES
@@ -126,7 +123,7 @@ def test_a_file_that_is_not_the_bench_s_fails(tmp_path, monkeypatch, capfd):
 def test_the_measurements_of_a_bench_stand_beside_their_predictions(tmp_path: Path):
     shape = Shape(prompt=100, group=4, answers=(50,), in_flight=8, chunk=1000)
     slices = [Slice(mode, 100.0, 0, 100.0, 1, 10, 8000, 0, 9000, 0.05, 0.05, 1000.0) for mode in MODES]
-    results = mode_results.ModeResults(shape, {}, [EngineSpeeds(1000, 100, 0)], slices)
+    results = measured.ModeResults(shape, {}, [EngineSpeeds(1000, 100, 0)], slices)
     path = tmp_path / "modes.json"
     path.write_text(json.dumps({"runs": [{"details": results.to_json()}]}))
     data = json.loads(plan("--bench", str(path), "--json"))

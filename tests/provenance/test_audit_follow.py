@@ -22,6 +22,7 @@ from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.ledger_catch_up import is_written
 from slime_backend.provenance.segments import Tail, list_segments
+from tests.waiting import wait_until
 
 from .conftest import carried, pure
 
@@ -60,8 +61,8 @@ def test_it_follows_a_growing_ledger_through_rotations_and_ends_with_its_writer(
         thread, results = following(run_dir, Audit(run_dir, load_model, rollouts=rollouts))
         for record in written:
             ledger.append(record)
-            time.sleep(0.02)
-        time.sleep(0.3)
+            time.sleep(0.02)  # it follows meanwhile
+        time.sleep(0.3)  # several looks of its own
         assert thread.is_alive(), "it ended before the run did"
     thread.join(LONG)
     assert not thread.is_alive()
@@ -88,10 +89,7 @@ def test_the_state_on_the_way_says_that_it_is_one(run_dir, made_run, monkeypatch
     with Ledger(run_dir) as ledger:
         thread, results = following(run_dir, Audit(run_dir, load_model))
         ledger.append(records(made_run, 1, bad=0)[0])
-        until = time.monotonic() + LONG
-        while (state := load(run_dir)) is None or not state.violations:
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        state = wait_until(lambda: (found := load(run_dir)) and found.violations and found, "a violation", LONG)
         assert not state.finished
         assert state.verdict.outcome == "contaminated"
     thread.join(LONG)
@@ -112,7 +110,7 @@ def test_it_ends_when_the_writer_is_killed(run_dir, made_run):
         with (run_dir / "rollouts.jsonl").open("a") as file:
             file.write(line + "\n" + line[:50])  # and one that was being written
         thread, results = following(run_dir, Audit(run_dir, load_model))
-        time.sleep(0.5)
+        time.sleep(0.5)  # several looks of its own
         assert thread.is_alive()
     finally:
         writer.kill()
@@ -156,10 +154,7 @@ def test_weights_are_needed_only_while_a_rollout_is_checked(run_dir, made_run):
         thread, results = following(run_dir, audit)
         for record in early:
             ledger.append(record)
-        until = time.monotonic() + LONG
-        while audit.result().rollouts < len(early):
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_until(lambda: audit.result().rollouts >= len(early), "the early ones are checked", LONG)
         shutil.rmtree(run_dir / "weights" / "v0")
         os.rename(run_dir / "weights" / "v1", run_dir / "weights" / ".v1")
         for record in late:

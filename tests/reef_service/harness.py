@@ -16,7 +16,9 @@ from reef_service.server import serving
 from reef_service.store import open_store
 from reef_service.text.tokenizer import ModelTokenizer
 from slime_backend.http_channel import read_message
+from tests import waiting
 from tests.fake_fleet import fake_fleet
+from tests.waiting import DEADLINE_S
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role if m.role in ('system', 'user', 'assistant') else 'user' }}|>"
@@ -105,8 +107,6 @@ async def gateway_on(tmp_path, *texts, engines=2, sharing="retract", end=True, u
                 yield Client(base), gateway, fakes
 
 
-async def until(condition, seconds=10.0):
+async def until(condition, seconds=DEADLINE_S):
     """Wait for something that happens soon."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
+    await waiting.until(condition, "what the test waits for", seconds)

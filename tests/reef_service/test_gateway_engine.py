@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
@@ -17,6 +16,7 @@ from slime_backend.policy import decide
 from tests.helpers import fleet_on, load
 from tests.reef_service.harness import Client, until
 from tests.reef_service.test_faults import read_stream
+from tests.waiting import ENDLESS, delayed, goes_on
 
 pytestmark = pytest.mark.engine
 
@@ -61,52 +61,60 @@ def test_sessions_publications_and_clients_that_leave_hold_under_audit(
             said = first["choices"][0]["message"]["content"]
             _, second = await client.post("/v1/chat/completions", chat(question, said, "and?"), x_reef_session="s")
 
-            leaves = {**chat(question), "max_tokens": 4000, "stream": True}
+            leaves = {**chat(question), "max_tokens": ENDLESS, "stream": True}
             reader, writer = await client.send("POST", "/v1/chat/completions", leaves, x_reef_session="left")
             await reader.readuntil(b"chat.completion.chunk")
-            await asyncio.sleep(0.3)
+            await delayed()
             writer.close()
             await until(lambda: not gateway.plane.exchanges, 30)
 
-            streams = [
-                await client.send("POST", "/v1/chat/completions", {**chat(f"{i}"), "max_tokens": 300, "stream": True})
-                for i in range(4)
-            ]
-            for reader, _ in streams:
-                await reader.readuntil(b"chat.completion.chunk")
-            body = {"version": "published", "checkpoint": str(tiny_model_b)}
-            status, report = await client.post("/reef/publications", body)
-            assert (status, report["state"]) == (200, "resumed"), report
-            through = [await read_stream(reader) for reader, _ in streams]
+            through: list = []
+            for tokens in (300, 2000, 8000):  # longer ones where the machine is too fast for the publication
+                streams = [
+                    await client.send(
+                        "POST", "/v1/chat/completions", {**chat(f"{i}"), "max_tokens": tokens, "stream": True}
+                    )
+                    for i in range(4)
+                ]
+                for reader, _ in streams:
+                    await reader.readuntil(b"chat.completion.chunk")
+                await delayed()
+                body = {"version": f"published-{tokens}", "checkpoint": str(tiny_model_b)}
+                status, report = await client.post("/reef/publications", body)
+                assert (status, report["state"]) == (200, "resumed"), report
+                through += [await read_stream(reader) for reader, _ in streams]
+                if report["engines"][0]["requests_retracted"] == 4:
+                    break
             await client.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 9}})
             turns = {r.receipt: r for r in gateway.store.records()}
             return second, through, turns, await gateway.store.counts(), gateway.fleet.version
 
     second, through, turns, counts, version = run_async(work(), 240)
+    turns_made = 3 + len(through)
     again = turns[second["reef"]["receipt"]]
     # All but the last token of the turn before, whose KV was not computed yet, and what came since.
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(again.prompt_ids) - 20
-    assert counts["states"] == {"complete": 7, "disconnected": 1}
+    assert counts["states"] == {"complete": turns_made, "disconnected": 1}
     assert all(done for _, done in through)
-    crossed = [turns[next(e["reef"]["receipt"] for e in events if "reef" in e)] for events, _ in through]
+    crossed = [turns[next(e["reef"]["receipt"] for e in events if "reef" in e)] for events, _ in through[-4:]]
     assert all(record.versions[-1] == version for record in crossed)
-    assert any(len(record.versions) == 2 for record in crossed)
-    assert "7 turns added to the 0" in export(tmp_path / "run", None)
+    assert all(len(record.versions) == 2 for record in crossed)
+    assert f"{turns_made} turns added to the 0" in export(tmp_path / "run", None)
     audit = audit_run(tmp_path / "run", load_model)
-    assert audit.rollouts == 7
+    assert audit.rollouts == turns_made
     assert [str(v) for v in audit.violations] == []
     assert audit.max_abs_logprob_diff < 1e-4
-    assert "0 turns added to the 7" in export(tmp_path / "run", None)
+    assert f"0 turns added to the {turns_made}" in export(tmp_path / "run", None)
 
 
 def test_the_tokens_of_a_client_that_left_have_their_provenance(engine, sources, tiny_model, tmp_path, run_async):
     async def work():
         async with gateway_on_engine(engine, sources, tiny_model, tmp_path) as (client, gateway):
             for stream in (True, False):
-                body = {**chat("go"), "max_tokens": 4000, "stream": stream}
+                body = {**chat("go"), "max_tokens": ENDLESS, "stream": stream}
                 _, writer = await client.send("POST", "/v1/chat/completions", body, x_reef_session=f"left-{stream}")
-                await until(lambda: gateway.plane.gate.inside == 1)
-                await asyncio.sleep(1.0)
+                (member,) = gateway.fleet.members.values()
+                await goes_on(member.client, 1)
                 writer.close()
                 await until(lambda: not gateway.plane.exchanges, 30)
             from sqlalchemy import select
@@ -120,5 +128,5 @@ def test_the_tokens_of_a_client_that_left_have_their_provenance(engine, sources,
     assert len(found) == 2
     for turn in found:
         assert (turn["state"], turn["finish_reason"]) == ("disconnected", "abort")
-        assert 0 < len(turn["output_ids"]) < 4000
+        assert 0 < len(turn["output_ids"]) < ENDLESS
         assert turn["segments"][-1]["end"] == len(turn["output_ids"])

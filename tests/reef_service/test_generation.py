@@ -13,6 +13,7 @@ from slime_backend.fleet import FleetError
 from slime_backend.publication import publish
 from slime_backend.simulation.transport import NameTransport
 from tests.fake_fleet import fake_fleet
+from tests.reef_service.harness import until
 
 PROMPT = list(range(40))
 
@@ -31,6 +32,11 @@ def once_from(length, do):
             await left.pop()()
 
     return progress
+
+
+def samples(engine, made, stream):
+    """Whether the request has a token; streamed, whether that has come."""
+    return made.output_ids if stream else any(request.sampled for request in engine.ranks[0].requests)
 
 
 async def finish(made, on_progress=None):
@@ -83,7 +89,7 @@ def test_an_engine_that_dies_is_replaced(run_async, stream):
         async with fake_fleet(2) as (fleet, engines):
             made = generation(fleet, tokens=40, stream=stream)
             work = asyncio.create_task(finish(made))
-            await asyncio.sleep(0.05)
+            await until(lambda: samples(engines[0], made, stream))
             had = len(made.output_ids)
             await engines[0].stop()
             await work
@@ -129,9 +135,9 @@ def test_stopping_ends_the_request_at_the_engine_and_keeps_its_provenance(run_as
         async with fake_fleet(1) as (fleet, engines):
             made = generation(fleet, tokens=5000, stream=stream)
             work = asyncio.create_task(finish(made))
-            await asyncio.sleep(0.1)
+            await until(lambda: samples(engines[0], made, stream))
             made.stop()
-            await asyncio.wait_for(work, 5)
+            await asyncio.wait_for(work, 60)
             return made, engines[0]
 
     made, engine = run_async(work())

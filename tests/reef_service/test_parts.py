@@ -19,7 +19,7 @@ from reef_service.text.tokenizer import ModelTokenizer, TextStream, TokenizerErr
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, Member
 from slime_backend.policy import decide
-from tests.reef_service.harness import make_model
+from tests.reef_service.harness import make_model, until
 
 # ---- the gate -------------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ def test_the_gate_is_never_wrong_about_who_is_inside(run_async):
                 rng.choice(tasks).cancel()
             await asyncio.sleep(rng.random() / 500)
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.sleep(0.05)
+        await until(lambda: not gate.closed)  # the last timer that opens it
         return gate.inside, gate.waiting, gate.closed, refused
 
     inside, waiting, closed, refused = run_async(work())

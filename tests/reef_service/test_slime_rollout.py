@@ -15,7 +15,7 @@ import pytest
 
 from reef_service import slime_rollout
 from reef_service.client import BatchClient, GatewayError
-from tests.reef_service.harness import gateway_on
+from tests.reef_service.harness import gateway_on, until
 from tests.reef_service.test_training import scored
 
 
@@ -111,9 +111,11 @@ def test_it_waits_for_agents_and_says_when_nobody_reports(tmp_path, run_async, s
             await scored(client, 1)
             with pytest.raises(GatewayError, match="not enough scored samples within 1 s; are agents reporting scores"):
                 await asyncio.to_thread(slime_rollout.generate_rollout, arguments(client), 0, None)
-            monkeypatch.setattr(slime_rollout, "WAIT_S", 20.0)
+            monkeypatch.setattr(slime_rollout, "WAIT_S", 60.0)
+            asked, once = [], BatchClient._once
+            monkeypatch.setattr(BatchClient, "_once", lambda self, *args: (asked.append(args), once(self, *args))[1])
             waiting = asyncio.create_task(asyncio.to_thread(slime_rollout.generate_rollout, arguments(client), 0, None))
-            await asyncio.sleep(0.2)
+            await until(lambda: len(asked) >= 2)  # it was given too few, and asks again
             await scored(client, 2)
             return await waiting
 

@@ -199,7 +199,7 @@ def test_a_lease_that_ran_out_is_given_again_and_its_late_holder_is_told(store, 
     async def work():
         await scored(store, "a")
         dead = await store.lease(Wish(lease_s=0.05))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # longer than the lease
         again = await store.lease(Wish())
         assert again.samples == dead.samples
         with pytest.raises(LeaseGone, match="1 of its 1 samples are no longer its own"):
@@ -208,7 +208,7 @@ def test_a_lease_that_ran_out_is_given_again_and_its_late_holder_is_told(store, 
 
         await scored(store, "b", session="t")
         late = await store.lease(Wish(lease_s=0.05))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # longer than the lease
         assert await store.ack(late.id) == 1  # nobody else was given it: it was trained on once
 
     run_async(work())

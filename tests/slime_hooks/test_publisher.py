@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +15,7 @@ from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.transport import NameTransport
 from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
 from slime_backend.slime_hooks.publisher import SlimePublisher
+from tests.waiting import wait_until
 
 from ..fake_fleet import FAST
 from .fake_router import FakeRouter
@@ -129,6 +129,20 @@ def test_an_engine_started_at_the_address_of_another_is_a_new_one(tmp_path):
         assert again.label_when_routed == "2"
 
 
+def test_an_engine_that_restarted_leaves_the_router_until_it_is_confirmed(tmp_path):
+    """slime's list still has it, under the same actor; it serves the weights of its start."""
+    with engines_and_publisher(tmp_path) as (publisher, engines, router):
+        publish(publisher, engines, "1")
+        back = engines[1]
+        back.fake.label = back.fake.loaded = "default"
+        back.fake.ranks[0].instance_id = "another process"
+        router.on_remove = lambda url: router.seen.append((url, back.fake.label))
+        publish(publisher, engines, "2")
+        assert router.seen == [(back.url, "default")]
+        assert sorted(router.workers) == sorted(e.url for e in engines)
+        assert back.label_when_routed == "2"
+
+
 def test_a_dead_engine_is_left_out(tmp_path):
     with engines_and_publisher(tmp_path) as (publisher, engines, router):
         engines[1].fake.dead = True
@@ -189,10 +203,7 @@ def test_in_place_keeps_the_requests_in_flight(tmp_path):
         thread = threading.Thread(target=lambda: answers.append(asyncio.run(ask())))
         thread.start()
         rank = engines[0].fake.ranks[0]
-        until = time.monotonic() + 30
-        while not (rank.requests and rank.requests[0].sampled):
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        wait_until(lambda: rank.requests and rank.requests[0].sampled, "it decodes")
         publish(publisher, engines, "2")
         thread.join()
         meta = answers[0]["meta_info"]

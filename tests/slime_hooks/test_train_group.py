@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from slime_backend.policy import decide
 from slime_backend.slime_hooks import disk_reload, train_group
-from slime_backend.slime_hooks.errors import EngineRejectedUpdate
+from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
+from tests.checkpoint_faults import FAULTS
 
 from .test_publisher import engines_and_publisher
 from .test_updaters import StubActor, StubMethod, stub_ray  # noqa: F401
@@ -112,3 +114,15 @@ def test_without_engines_the_files_are_removed_and_nothing_else_happens(job, tmp
 def test_the_last_line_of_an_error_is_what_it_says():
     assert disk_reload._last_line(RuntimeError("Traceback\n  line\nValueError: no")) == "ValueError: no"
     assert disk_reload._last_line(RuntimeError("")) == "RuntimeError"
+
+
+@pytest.mark.parametrize("name", ["cut_off", "one_missing"])
+def test_a_checkpoint_that_isnt_complete_pauses_nobody(name, job, tmp_path, tiny_model):
+    group, _, fakes, _ = job
+    directory = shutil.copytree(tiny_model, tmp_path / "weight_v000001")
+    FAULTS[name][0](directory)
+    for fake in fakes:
+        fake.info["model_path"] = str(tiny_model)
+    with pytest.raises(PublicationFailed, match=str(directory)):
+        group._reload_rollout_weights_from_disk(directory, "1")
+    assert not any("/pause_generation" in fake.calls for fake in fakes)

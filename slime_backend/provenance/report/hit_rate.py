@@ -14,6 +14,7 @@ from typing import Any
 BIN = 4  # admissions; the first of a version is alone in its bin, since nothing can be cached for it
 POINTS_PER_VERSION = 24
 POINTS_PER_ENGINE = 2000
+VERSIONS = 2000  # with points; of a longer run every second version is let go where they would be more
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +33,33 @@ class HitRate:
 
     bins: dict[tuple[str, str], dict[int, list[int]]] = field(default_factory=dict)
     versions: dict[str, None] = field(default_factory=dict)  # a set, in the order of first admission in the ledger
+    drawn: dict[str, None] = field(default_factory=dict)  # of these, the versions with bins
+    _every: int = 1
 
     def add(self, record: Mapping[str, Any]) -> None:
         """One stored rollout."""
         for prefill in record.get("prefills") or ():
             version = str(prefill["version"])
-            self.versions.setdefault(version)
+            if version not in self.versions:
+                self._meet(version)
+            if version not in self.drawn:
+                continue
             order = int(prefill["order"])
             number = 0 if order == 0 else 1 + (order - 1) // BIN
             found = self.bins.setdefault((str(record.get("engine", "?")), version), defaultdict(lambda: [0, 0]))
             found[number][0] += int(prefill["cached"])
             found[number][1] += int(prefill["total"])
+
+    def _meet(self, version: str) -> None:
+        number = len(self.versions)
+        self.versions[version] = None
+        if number % self._every:
+            return
+        self.drawn[version] = None
+        if len(self.drawn) > VERSIONS:
+            self._every *= 2
+            self.drawn = dict.fromkeys(list(self.drawn)[::2])
+            self.bins = {key: bins for key, bins in self.bins.items() if key[1] in self.drawn}
 
     @property
     def engines(self) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_backend.provenance.bounded import Thinned
 from slime_backend.provenance.classes import CLASSES
 from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.errors import LedgerError, RecordError
@@ -20,6 +23,10 @@ from slime_backend.provenance.segments import read_rollouts
 from slime_backend.provenance.summary import summarise
 from slime_backend.wire import WireError
 
+# What is drawn of a long run: these many steps and publications, evenly spaced, so that page and memory stay bounded.
+DRAWN_STEPS, DRAWN_PUBLICATIONS = 2000, 1000
+KEPT_UNCONFIRMED = 200  # publications with an unconfirmed engine, the first ones, that are shown whatever the spacing
+SLOWEST = 16
 LOOKED_AT = 60  # rollouts of each class, for the one with the most segments
 VIOLATED_SAMPLES = 4
 NAMED_VERSIONS = 5
@@ -34,8 +41,11 @@ class RunFiles:
     run_dir: Path
     summary: dict[str, Any] = field(default_factory=dict)
     audit: dict[str, Any] | None = None  # with each violation
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    publications: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)  # at most DRAWN_STEPS + 1
+    step_count: int = 0
+    publications: list[dict[str, Any]] = field(default_factory=list)  # some of a long run's, in order
+    publication_count: int = 0
+    published: Counter[str] = field(default_factory=Counter)  # versions, in order, previous ones included
     hit_rate: HitRate = field(default_factory=HitRate)
     samples: list[RolloutRecord] = field(default_factory=list)  # violated ones first, then by class
     missing: list[str] = field(default_factory=list)
@@ -43,8 +53,26 @@ class RunFiles:
     @property
     def versions(self) -> list[str]:
         """Every version in the order of publication, then those that only rollouts name."""
-        names = [name for p in self.publications for name in (p.get("previous_version"), p.get("version")) if name]
-        return list(dict.fromkeys([*names, *self.hit_rate.versions]))
+        return list(dict.fromkeys([*self.published, *self.hit_rate.versions]))
+
+    @property
+    def drawn_versions(self) -> list[str]:
+        """All, or of a long run those that have points of hit rate."""
+        few = len(self.hit_rate.drawn) < len(self.hit_rate.versions)
+        return list(self.hit_rate.drawn) if few else self.versions
+
+    @property
+    def sampled(self) -> str:
+        """One sentence where the page draws a part of a long run; "" where it draws all."""
+        parts = [
+            f"{len(kept):,} of {count:,} {name}"
+            for name, kept, count in (
+                ("steps", self.steps, self.step_count),
+                ("publications", self.publications, self.publication_count),
+            )
+            if len(kept) < count
+        ]
+        return f"A long run: drawn are {' and '.join(parts)}, evenly spaced; the figures count all." if parts else ""
 
     @property
     def violations(self) -> list[dict[str, Any]]:
@@ -55,8 +83,8 @@ class RunFiles:
 def read_run(run_dir: Path) -> RunFiles:
     """Read all there is. Raises nothing for what is missing or damaged inside the directory."""
     run = RunFiles(run_dir)
-    run.steps = list(_rows(run, "steps.jsonl", "step", "reward and lag are not shown"))
-    run.publications = list(_rows(run, "publications.jsonl", "engines", "publications are not shown"))
+    _read_steps(run)
+    _read_publications(run)
     run.audit = _object(run, "audit.json")
     if run.audit is None:
         run.missing.append(
@@ -77,10 +105,34 @@ def read_run(run_dir: Path) -> RunFiles:
     return run
 
 
+def _read_steps(run: RunFiles) -> None:
+    kept: Thinned[dict[str, Any]] = Thinned(DRAWN_STEPS)
+    for row in _rows(run, "steps.jsonl", "step", "reward and lag are not shown"):
+        kept.add({key: value for key, value in row.items() if key != "receipts"})
+    run.steps, run.step_count = kept.all(), kept.seen
+
+
+def _read_publications(run: RunFiles) -> None:
+    """Evenly spaced ones, those with an unconfirmed engine, and the slowest."""
+    spaced: Thinned[tuple[int, dict[str, Any]]] = Thinned(DRAWN_PUBLICATIONS)
+    unconfirmed: list[tuple[int, dict[str, Any]]] = []
+    slowest: list[tuple[float, int, dict[str, Any]]] = []
+    for number, row in enumerate(_rows(run, "publications.jsonl", "engines", "publications are not shown")):
+        run.published.update(name for name in (row.get("previous_version"), row.get("version")) if name)
+        spaced.add((number, row))
+        if len(unconfirmed) < KEPT_UNCONFIRMED and not all(e.get("confirmed") for e in row["engines"] or []):
+            unconfirmed.append((number, row))
+        took = row.get("wall_ms")
+        heapq.heappush(slowest, (took if isinstance(took, int | float) else 0.0, number, row))
+        if len(slowest) > SLOWEST:
+            heapq.heappop(slowest)
+    kept = dict([*spaced.all(), *unconfirmed, *((number, row) for _, number, row in slowest)])
+    run.publications, run.publication_count = [kept[number] for number in sorted(kept)], spaced.seen
+
+
 def _check_versions(run: RunFiles) -> None:
     """A version that served but was never published: lines were lost, or somebody else publishes to the engines."""
-    published = {p.get(key) for p in run.publications for key in ("previous_version", "version")}
-    unknown = [v for v in run.hit_rate.versions if v not in published]
+    unknown = [v for v in run.hit_rate.versions if v not in run.published]
     if run.publications and unknown:
         names = ", ".join(unknown[:NAMED_VERSIONS]) + (", ..." if len(unknown) > NAMED_VERSIONS else "")
         run.missing.append(f"Rollouts name versions that publications.jsonl doesn't: {names}.")
@@ -90,10 +142,10 @@ def _compare(run: RunFiles, summary: dict[str, Any], rollouts: int) -> None:
     """The summary was counted from the other files: where they differ now, something was lost or went on."""
     ended: list[Any] = [summary.get(key) for key in ("publications", "publications_failed")]
     counted = {
-        "steps": (summary.get("steps"), len(run.steps)),
+        "steps": (summary.get("steps"), run.step_count),
         "publications": (
             None if None in ended else sum(ended) + summary.get("publications_unknown", 0),
-            len(run.publications),
+            run.publication_count,
         ),
         "rollouts": (summary.get("rollouts_completed"), rollouts),
     }

@@ -40,9 +40,13 @@ def judge(
     audit: Mapping[str, Any] | None,
     publications: Sequence[Mapping[str, Any]],
     missing: Sequence[str],
+    publication_count: int | None = None,
 ) -> Verdict:
-    """From the summary's figures, the audit with its violations, and each publication's outcome."""
-    findings = [*_audit(audit), *_publications(summary, publications), *_rollouts(summary)]
+    """From the summary's figures, the audit with its violations, and each publication's outcome; `publication_count`
+    where `publications` are a part of a long run's, every one with an unconfirmed engine among the first of them.
+    """
+    count = len(publications) if publication_count is None else publication_count
+    findings = [*_audit(audit), *_publications(summary, publications, count), *_rollouts(summary)]
     if summary.get("completed") is False:
         findings.append(Finding("warning", "The run was interrupted before its last step or its audit."))
     findings += [Finding("warning", text) for text in missing]
@@ -74,7 +78,7 @@ def _concluded(audit: Mapping[str, Any]) -> str:
     return (f"; {verdict['outcome']}: {verdict['text']}" if verdict else "") + going_on
 
 
-def _publications(summary: Mapping[str, Any], publications: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def _publications(summary: Mapping[str, Any], publications: Sequence[Mapping[str, Any]], count: int) -> list[Finding]:
     if not publications:
         return []
     findings = []
@@ -96,9 +100,7 @@ def _publications(summary: Mapping[str, Any], publications: Sequence[Mapping[str
                 findings.append(Finding("warning", text))
     if not findings:
         done = _verified(summary)
-        findings.append(
-            Finding("good", f"{_times(len(publications), 'publication')}, each confirmed on every engine{done}.")
-        )
+        findings.append(Finding("good", f"{_times(count, 'publication')}, each confirmed on every engine{done}."))
     stale = summary.get("cached_tokens_first_after_publication_max")
     if stale:
         findings.append(Finding("bad", f"{stale:,} tokens came from the cache right after a publication: stale KV."))

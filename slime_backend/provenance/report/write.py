@@ -56,7 +56,7 @@ def compose(run: RunFiles, plotly: str) -> str:
     return page(
         title=f"Run {run.run_dir.resolve().name}",
         subtitle=_subtitle(run),
-        verdict=sections.verdict(judge(summary, run.audit, run.publications, run.missing)),
+        verdict=sections.verdict(judge(summary, run.audit, run.publications, run.missing, run.publication_count)),
         cards=sections.cards(summary),
         sections=[
             _chart("reward", "Reward", charts.reward(run.steps), half=True),
@@ -64,7 +64,7 @@ def compose(run: RunFiles, plotly: str) -> str:
             _chart(
                 "hit-rate",
                 "Prefix hit rate",
-                charts.hit_rate(run.hit_rate, versions),
+                charts.hit_rate(run.hit_rate, run.drawn_versions),
                 "Share of prompt tokens found in the radix cache. A dotted line is a publication: what is cached after "
                 "it must begin at 0, since nothing of older weights may be found.",
             ),
@@ -111,7 +111,7 @@ def _chart(key: str, title: str, figure: dict[str, Any] | None, note: str = "", 
 
 
 def _one_by_one_title(run: RunFiles) -> str:
-    total = len(run.publications)
+    total = run.publication_count
     if total <= timeline.DRAWN:
         return "Each publication"
     return f"{timeline.DRAWN} of {total:,} publications: unconfirmed ones first, then the slowest"
@@ -121,7 +121,7 @@ def _subtitle(run: RunFiles) -> str:
     started = next((p["started_at"] for p in run.publications if isinstance(p.get("started_at"), int | float)), None)
     when = f"first publication {time.strftime('%Y-%m-%d %H:%M', time.gmtime(started))} UTC" if started else ""
     policy = run.summary.get("policy") or next((p.get("policy") for p in run.publications), None)
-    return " · ".join(str(part) for part in (policy, when) if part)
+    return " · ".join(str(part) for part in (policy, when, run.sampled) if part)
 
 
 def plotly_source() -> str:

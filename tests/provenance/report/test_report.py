@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 from slime_backend.provenance.errors import ReportError
 from slime_backend.provenance.report import charts, timeline, write
 from slime_backend.provenance.report.hit_rate import HitRate
+from slime_backend.provenance.report.page import STATIC, STYLE, VARIABLES
 from slime_backend.provenance.report.run_files import read_run
 from slime_backend.provenance.report.verdict import judge
 
@@ -238,3 +240,9 @@ def test_the_core_does_not_import_plotly():
         "sys.exit('plotly' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_the_style_sheet_uses_no_colour_that_the_page_does_not_define():
+    used = set(re.findall(r"var\(--([a-z]+)\)", (STATIC / "page.css").read_text()))
+    assert used == set(VARIABLES)
+    assert all(f"--{name}: {value};" in STYLE for name, value in VARIABLES.items())

@@ -13,7 +13,7 @@ import signal
 from pathlib import Path
 from types import ModuleType
 
-from slime_backend.post_import import on_import
+from slime_backend.import_hooks import on_import
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
 SCHEDULER = "sglang.srt.managers.scheduler"

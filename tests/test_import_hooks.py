@@ -1,4 +1,4 @@
-"""Functions that run right after a module's import, on modules made for the test."""
+"""Functions that run right after the import of a module, on modules made for the test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_backend.post_import import on_import
+from slime_backend.import_hooks import on_import
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_runs_after_the_module_was_executed(made):
-    name = made("reef_post_import_a", "value = 1")
+    name = made("reef_import_hook_a", "value = 1")
     seen = []
     on_import(name, lambda module: seen.append(module.value))
     assert seen == []
@@ -40,7 +40,7 @@ def test_runs_after_the_module_was_executed(made):
 
 
 def test_runs_at_once_where_the_module_is_imported(made):
-    name = made("reef_post_import_b", "value = 1")
+    name = made("reef_import_hook_b", "value = 1")
     importlib.import_module(name)
     seen = []
     on_import(name, lambda module: seen.append(module.value))
@@ -48,7 +48,7 @@ def test_runs_at_once_where_the_module_is_imported(made):
 
 
 def test_functions_run_in_order_and_each_once(made):
-    name = made("reef_post_import_c", "value = 1")
+    name = made("reef_import_hook_c", "value = 1")
     seen = []
 
     def first(module):
@@ -62,14 +62,14 @@ def test_functions_run_in_order_and_each_once(made):
 
 
 def test_names_taken_from_the_module_are_the_changed_ones(made):
-    name = made("reef_post_import_d", "def value():\n    return 1")
+    name = made("reef_import_hook_d", "def value():\n    return 1")
     on_import(name, lambda module: setattr(module, "value", lambda: 2))
-    user = made("reef_post_import_user", f"from {name} import value")
+    user = made("reef_import_hook_user", f"from {name} import value")
     assert importlib.import_module(user).value() == 2
 
 
 def test_a_function_that_fails_fails_the_import(made):
-    name = made("reef_post_import_e", "value = 1")
+    name = made("reef_import_hook_e", "value = 1")
 
     def fail(module):
         raise RuntimeError("it no longer fits")
@@ -81,7 +81,7 @@ def test_a_function_that_fails_fails_the_import(made):
 
 
 def test_the_module_keeps_its_own_loader(made):
-    name = made("reef_post_import_f", "value = 1")
+    name = made("reef_import_hook_f", "value = 1")
     on_import(name, lambda module: None)
     module = importlib.import_module(name)
     assert isinstance(module.__spec__.loader, importlib.machinery.SourceFileLoader)

@@ -1,0 +1,93 @@
+"""Lets a flush through while requests wait for their grammars.
+
+A request with a schema or a regex waits in the grammar queue until its grammar is compiled. It holds no KV there, so a
+flush takes nothing from it, but SGLang's idle test counts that queue (0.5.23, managers/scheduler.py:5372), and a paused
+scheduler never empties it (:2034): every flush is refused until the resume, however soon the grammar was ready. The
+same holds in 0.5.15.post1.
+
+The queue is left out of the test only while the engine is paused in mode `retract`, only if no request in it holds KV,
+and never for a health check. Such a flush keeps the compiled grammars as well (constrained/grammar_manager.py,
+`clear`): they don't depend on weights, the requests in the queue are about to use them, and others are being compiled
+by threads into the cache that would be emptied.
+"""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from slime_backend import wire
+from slime_backend.engine_plugin import generation, registry
+
+log = logging.getLogger(__name__)
+
+HOOK = "grammar_flush"
+MANAGER = "sglang.srt.constrained.grammar_manager.GrammarManager"
+
+_pause_mode: str | None = None  # of this process's scheduler
+
+
+def install() -> str:
+    scheduler = generation.SCHEDULER
+    idle = f"{scheduler}.is_fully_idle"
+    if not registry.missing_targets([idle]) and not _counts_grammars(pkgutil.resolve_name(idle)):
+        return wire.NOT_NEEDED
+    functions: list[registry.HookFunction] = [
+        (f"{scheduler}.pause_generation", "before", _before_pause),
+        (f"{scheduler}.continue_generation", "before", _before_continue),
+        (idle, "around", _around_idle),
+    ]
+    if not registry.missing_targets([f"{MANAGER}.clear"]):
+        functions.append((f"{MANAGER}.clear", "around", _around_clear))
+    return registry.attach(HOOK, functions)
+
+
+def _counts_grammars(idle_test: Callable[..., Any]) -> bool:
+    """Whether the idle test looks at the grammar queue; yes where that can't be told."""
+    while hasattr(idle_test, "__wrapped__"):
+        idle_test = idle_test.__wrapped__
+    code = getattr(idle_test, "__code__", None)
+    return code is None or any("grammar" in name for name in code.co_names)
+
+
+def _before_pause(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    global _pause_mode
+    _pause_mode = str(getattr(request, "mode", None))
+
+
+def _before_continue(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    global _pause_mode
+    _pause_mode = None
+
+
+def _waiting(manager: Any) -> list[Any]:
+    """The requests that wait for a grammar of an engine that is paused in mode retract, if none holds KV."""
+    queue = getattr(manager, "grammar_queue", None)
+    scheduler = getattr(manager, "scheduler", None)
+    if not queue or _pause_mode != "retract" or not getattr(scheduler, "_engine_paused", False):
+        return []
+    try:
+        return [] if any(generation.holds_kv(req) for req in queue) else list(queue)
+    except Exception:  # a request of another form: SGLang's own test decides
+        log.exception("reef-slime: requests that wait for a grammar can't be looked at")
+        return []
+
+
+def _around_idle(original: Any, scheduler: Any, for_health_check: bool = False, *args: Any, **kwargs: Any) -> bool:
+    manager = getattr(scheduler, "grammar_manager", None)
+    if for_health_check or not _waiting(manager):
+        return bool(original(scheduler, for_health_check, *args, **kwargs))
+    # The one way to leave the queue out of a test that has no argument for it. Nothing else runs in between: the test
+    # reads lengths, on the thread that owns the queue.
+    assert manager is not None
+    queue, manager.grammar_queue = manager.grammar_queue, []
+    try:
+        return bool(original(scheduler, for_health_check, *args, **kwargs))
+    finally:
+        manager.grammar_queue = queue
+
+
+def _around_clear(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    return None if _waiting(manager) else original(manager, *args, **kwargs)

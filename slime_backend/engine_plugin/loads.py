@@ -1,0 +1,72 @@
+"""Counts the updates of weights that this rank carried out or failed, and makes each answer speak for all ranks.
+
+Works with SGLang 0.5.23 (scheduler_components/weight_updater.py:121-289) and 0.5.15.post1 (:108-180) and is needed in
+every version: there an update, or the joining of its process group, answers with rank 0's outcome. Here the rank that
+answers waits for the others', and an update that failed on any of them is answered as failed, with the rank and its
+message. The counts stand in each rank's own report, so an answer need not be believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slime_backend.engine_plugin import registry
+from slime_backend.engine_plugin.epoch import UPDATER, UPDATES
+from slime_backend.engine_plugin.tensor_ranks import RANKS
+
+GROUPS = tuple(f"{UPDATER}.{name}_weights_update_group" for name in ("init", "destroy"))
+WAIT_S = 600.0  # a rank that reads a large checkpoint may take long; the controller's own deadline is shorter or equal
+
+
+@dataclass(slots=True)
+class LoadCounts:
+    """Updates of this process since its start."""
+
+    done: int = 0
+    failed: int = 0
+    last_failure: str | None = None
+
+    def note(self, success: bool, message: str) -> None:
+        if success:
+            self.done += 1
+        else:
+            self.failed += 1
+            self.last_failure = message
+
+
+LOADS = LoadCounts()
+
+
+def functions() -> list[registry.HookFunction]:
+    return [(target, "around", _around(LOADS.note)) for target in UPDATES] + [
+        (target, "around", _around(lambda success, message: None)) for target in GROUPS
+    ]
+
+
+def _around(note: Callable[[bool, str], None]) -> Callable[..., Any]:
+    def around(original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = original(updater, *args, **kwargs)
+        except BaseException as error:  # SGLang ends the process for it; the rank that answers learns why
+            _share(note, False, f"{type(error).__name__}: {error}")
+            raise
+        failures = _share(note, bool(getattr(result, "success", True)), str(getattr(result, "message", "")))
+        if failures:
+            result.success, result.message = False, "; ".join(failures)
+        return result
+
+    return around
+
+
+def _share(note: Callable[[bool, str], None], success: bool, message: str) -> list[str]:
+    """Record this rank's outcome; on the rank that answers, every rank's failure in words."""
+    note(success, message)
+    failures = [] if success else [message]
+    for rank, other in RANKS.share("load", {"success": success, "message": message}, WAIT_S).items():
+        if isinstance(other, str):
+            failures.append(f"tensor rank {rank}: {other}")
+        elif not other["success"]:
+            failures.append(f"tensor rank {rank}: {other['message']}")
+    return failures
