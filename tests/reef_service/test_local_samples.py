@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from reef_service.api.batches import to_json
 from reef_service.client import Batch, Sample
+from reef_service.api.batches import to_json
 from reef_service.local_samples import not_trainable, to_groups
 from reef_service.slime_rollout import metrics_of
 from reef_service.slime_rollout import not_trainable as not_slimes
