@@ -67,5 +67,9 @@ def _lines(result: AuditResult) -> str:
     for kind, found in result.differences.items():
         quantiles = ", ".join(f"{100 * float(share):g} %: {value:.1e}" for share, value in found["quantiles"].items())
         lines.append(f"  {kind:<11}{found['tokens']:>9} tokens; {quantiles}")
+    if result.damaged:
+        lines.append(
+            f"{result.damaged} damaged lines or segments of the ledger can't be read; their rollouts aren't counted"
+        )
     lines.append(f"verdict: {result.verdict}")
     return "\n".join(lines) + "\n"

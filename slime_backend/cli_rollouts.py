@@ -14,7 +14,7 @@ from slime_backend.provenance.ledger_index import Query
 from slime_backend.provenance.ledger_reader import open_reader
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling import Plan
-from slime_backend.provenance.segments import read_rollouts
+from slime_backend.provenance.segments import read_records
 
 DEFAULT_ROWS = 20
 RATES = (10, 100, 1000, 10_000)  # one contaminated rollout in so many
@@ -30,6 +30,8 @@ def show_rollouts(run_dir: Path, query: Query, limit: int | None, as_json: bool)
         if as_json:
             for record in reader.find(query, limit):
                 sys.stdout.write(json.dumps(record.to_json(), separators=(",", ":")) + "\n")
+            if reader.damage:
+                sys.stderr.write(f"{reader.damage}\n")
             return total
         shown = reader.find(query, DEFAULT_ROWS if limit is None else limit)
         first = next(shown, None)
@@ -37,6 +39,8 @@ def show_rollouts(run_dir: Path, query: Query, limit: int | None, as_json: bool)
             _print_one(first)
         elif first is not None:
             _print_table(itertools.chain([first], shown), total)
+        if reader.damage:
+            sys.stdout.write(f"{reader.damage}\n")
         return total
 
 
@@ -74,7 +78,7 @@ def _print_one(record: RolloutRecord) -> None:
 
 def print_plan(run_dir: Path, probability: float, as_json: bool) -> None:
     """How many rollouts an audit of this run must check. Raises AuditError where nothing was recorded."""
-    records = [RolloutRecord.from_json(r) for r in read_rollouts(run_dir)]
+    records = list(read_records(run_dir))
     if not records:
         raise AuditError(f"{run_dir} has no rollouts to audit")
     plan = Plan(len(records), sum(r.crossing for r in records), probability)

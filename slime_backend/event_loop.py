@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+ASK_S = 60.0  # for the loop to come to a question of another thread; none of its steps takes long
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -69,6 +70,19 @@ class LoopThread:
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Call `function(*args)` on the loop's thread, soon."""
         self._loop.call_soon_threadsafe(function, *args)
+
+    def ask(self, function: Callable[[], T], deadline_s: float = ASK_S) -> T:
+        """What `function()` returns on the loop's thread, which alone may look at what the loop changes.
+
+        Raises what it raises, and TimeoutError where the loop doesn't come to it.
+        """
+        if threading.current_thread() is self._thread:
+            return function()
+
+        async def answer() -> T:
+            return function()
+
+        return self.submit(answer()).result(deadline_s)
 
     def stop(self) -> None:
         """Stop the loop. What is still under way on it stays unfinished."""

@@ -21,6 +21,7 @@ from typing import Any
 from slime_backend.dispatch import OtherVersion, Retries, Sent, wait_routable
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused, EngineUnreachable
 from slime_backend.fleet import Fleet, Member
+from slime_backend.provenance.record_checks import why_no_logprobs
 
 STOP_S = 10.0  # for the engine's last word after an abort
 PACE_S, MOST_PACE_S = 0.001, 0.1  # between two looks at a stream, for each request under way; at most
@@ -170,7 +171,7 @@ class Generation:
         new = int(meta.get("completion_tokens", len(ids))) - (len(self.output_ids) - base)
         if new > 0:
             entries = [entry for answer in answers for entry in answer["meta_info"].get("output_token_logprobs") or ()]
-            logprobs = [float(entry[0]) for entry in entries[-new:]]
+            logprobs = [entry[0] if entry else None for entry in entries[-new:]]
             ids = ids[-new:]
             if len(ids) != new or len(logprobs) != new:
                 raise EngineProtocolError(
@@ -178,8 +179,10 @@ class Generation:
                     "POST /generate",
                     f"{len(ids)} tokens and {len(logprobs)} log-probs where {new} are new",
                 )
+            if why := why_no_logprobs(logprobs, meta, len(self.output_ids) - base):
+                raise EngineProtocolError(self.engine, "POST /generate", f"rollout {self.receipt}: {why}")
             self.output_ids += ids
-            self.logprobs += logprobs
+            self.logprobs += map(float, logprobs)
         self.meta = {k: v for k, v in meta.items() if k != "output_token_logprobs"}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime_backend.engine_plugin import registry
 from slime_backend.engine_plugin.epoch import UPDATER, UPDATES
-from slime_backend.engine_plugin.tensor_ranks import RANKS
+from slime_backend.engine_plugin.tensor_ranks import ABSENT, RANKS
 
 GROUPS = tuple(f"{UPDATER}.{name}_weights_update_group" for name in ("init", "destroy"))
 WAIT_S = 600.0  # a rank that reads a large checkpoint may take long; the controller's own deadline is shorter or equal
@@ -65,6 +65,8 @@ def _share(note: Callable[[bool, str], None], success: bool, message: str) -> li
     note(success, message)
     failures = [] if success else [message]
     for rank, other in RANKS.share("load", {"success": success, "message": message}, WAIT_S).items():
+        if other == ABSENT:
+            continue  # its outcome is nobody's to tell; the report names it, and such an engine isn't admitted
         if isinstance(other, str):
             failures.append(f"tensor rank {rank}: {other}")
         elif not other["success"]:

@@ -27,6 +27,7 @@ from slime_backend.engine_plugin import generation
 
 PREFIX = "reef_slime"
 ANNOUNCED = "announced"
+ABSENT = "reef-slime isn't loaded in its process (REEF_SLIME_HOOKS is to be set on every node)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class TensorRanks:
             return self._fault
         try:
             if not self._store.check([self._key(ANNOUNCED, 0, rank)]):
-                return "reef-slime isn't loaded in its process (REEF_SLIME_HOOKS is to be set on every node)"
+                return ABSENT
             key = self._key(kind, number, rank)
             self._store.wait([key], timedelta(seconds=max(0.001, until - time.monotonic())))
             found: dict[str, Any] = json.loads(self._store.get(key))

@@ -3,11 +3,14 @@ never has to make a version a second time, under a name that rollouts already be
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from slime_backend.runs import RunError
 
 CHECKPOINT = "trainer.pt"
 
@@ -33,16 +36,23 @@ def save_trainer_state(run_dir: Path, state: dict[str, Any]) -> None:
     """`state`: what the trainer needs to go on, with "trainer", its name in the config, and "step". The weights lie in
     `weights/v<step>`, saved before this is called."""
     partial = run_dir / f".{CHECKPOINT}.partial"
-    torch.save(state, partial)
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # a power cut must not leave the new name with nothing behind it
     partial.rename(run_dir / CHECKPOINT)
 
 
 def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
-    """What `save_trainer_state` was given, or None where the run has no checkpoint yet."""
+    """What `save_trainer_state` was given, or None where the run has no checkpoint yet. Raises RunError for a damaged
+    one."""
     path = run_dir / CHECKPOINT
     if not path.is_file():
         return None
-    state: dict[str, Any] = torch.load(
-        path, weights_only=True, map_location="cpu"
-    )  # optimizers take it to their own device
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")  # optimizers move it
+        int(state["step"])
+    except Exception as error:  # torch raises whatever its unpickler meets in a damaged file
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise RunError(f"{path} is damaged ({why}); put a copy back, or remove it to start again at step 1") from error
     return state

@@ -1,7 +1,8 @@
 """The local run: asynchronous GRPO on one machine, publishing to live engines at every step.
 
     rollouts   worker keeps requests in flight on the engines, always
-    step k     next groups -> grpo_step -> weights v<k> and trainer state on disk -> publish v<k> while they fly
+    step k     next groups -> grpo_step -> its row in steps.jsonl -> weights v<k> and trainer state on disk
+               -> publish v<k> while they fly -> its line in publications.jsonl (resumption.py: kills in between)
     end        drain, audit (unless it goes on beside the training: audit_beside.py), summary, report
 
 Files of a run are listed in docs/runs.md.
@@ -28,7 +29,8 @@ from slime_backend.local_trainer.checkpoint import forget_unpublished, load_trai
 from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
-from slime_backend.local_trainer.metrics import publication_metrics, rollout_metrics
+from slime_backend.local_trainer.metrics import of_rollouts, publication_metrics
+from slime_backend.local_trainer.resumption import log_again, log_step, make_good
 from slime_backend.local_trainer.retention import audit_is_behind, prune
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
@@ -94,6 +96,7 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     first_step = state["step"] if state else 0
     if resume:
         forget_unpublished(run_dir / "weights", first_step)
+        make_good(run_dir, first_step, str(config.policy), config.transport, reporter.say)
     base = base_model(config)
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed + first_step)
@@ -113,6 +116,8 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
         settings=config.to_record(),
         artifacts=config.wandb_artifacts,
     )
+    if resume:
+        log_again(run_dir, tracker)
     trainer = make_trainer(config, grpo, run_dir / "weights" / version if state else base, base, run_dir, state)
     reporter.say(f"policy: {config.policy}")
     memory = PeakMemory()
@@ -217,8 +222,8 @@ class _Run:
         tokenizer = models.load_tokenizer(base)
         self.tokenizer = tokenizer
         self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir, reporter.say)
-        self.publications = JsonlWriter(run_dir / "publications.jsonl")
-        self.steps_file = JsonlWriter(run_dir / "steps.jsonl")
+        self.publications = JsonlWriter(run_dir / "publications.jsonl", durable=True)
+        self.steps_file = JsonlWriter(run_dir / "steps.jsonl", durable=True)
         self.staleness = JsonlWriter(run_dir / "staleness.jsonl")
         self.transport = self._transport()
 
@@ -244,13 +249,15 @@ class _Run:
             metrics = await asyncio.to_thread(self._train, batch)
             self._compare_logprobs(step, metrics)
             self.worker.release(len(batch.groups))
+            row = self._record_step(step, batch, metrics)
             version = version_name(step)
             # On disk before anybody serves it: see checkpoint.py.
             await asyncio.to_thread(self.trainer.source.save, self.run_dir / "weights" / version)
             await asyncio.to_thread(self.trainer.save_state, self.run_dir, step)
+            log_step(self.tracker, row)  # once it can't be trained again: no step is logged with two outcomes
             report = await self._publish(version)
             await self._remove_old_versions(step)
-            self._record(step, batch, metrics, report)
+            self._record_publication(step, batch, row, report)
             if self.beside is not None:
                 tell_violations(self.beside.news(), self.tracker, self.reporter)
 
@@ -290,7 +297,8 @@ class _Run:
             self.reporter.say(f"publication {version}: {engine} is retired: {reason}")
         return report
 
-    def _record(self, step: int, batch: Batch, metrics: StepMetrics, report: PublicationReport) -> None:
+    def _record_step(self, step: int, batch: Batch, metrics: StepMetrics) -> dict[str, Any]:
+        """The step's line in steps.jsonl, before its weights are saved: no kill can leave weights without it."""
         records, lag = batch.records, batch.lag
         staleness = {
             **count(batch.decisions),
@@ -307,18 +315,21 @@ class _Run:
             "mixed_share": sum(r.mixed for r in records) / len(records),
             "retracted_share": sum(r.retractions > 0 for r in records) / len(records),
             "classes": count_classes(r.rollout_class for r in records),
+            **of_rollouts(records, self.worker.counts.resubmitted),
             "receipts": [r.receipt for r in records],
         }
         self.steps_file.append(row)
-        self.tracker.log("train", step, metrics.to_json())
-        self.tracker.log("rollout", step, rollout_metrics(row, records, self.worker.counts.resubmitted))
+        return row
+
+    def _record_publication(self, step: int, batch: Batch, row: dict[str, Any], report: PublicationReport) -> None:
+        records = batch.records
         figures = publication_metrics(report)
         self.tracker.log("publication", step, figures)
         answers = [self.tokenizer.decode(r.output_ids, skip_special_tokens=False) for r in records]
         self.tracker.add_rollouts(records, answers, [judged.decision.lag.max for judged in batch.kept])
         self.reporter.progress("train", step, self.config.steps)
         self.reporter.say(
-            f"step {step:>3}/{self.config.steps}  reward {metrics.reward_mean:.3f}  lag {row['lag_mean']:.2f}  "
+            f"step {step:>3}/{self.config.steps}  reward {row['reward_mean']:.3f}  lag {row['lag_mean']:.2f}  "
             f"published {report.version} to {figures['confirmed']}/{len(report.engines)} engines, paused "
             f"{figures['paused_ms_max']:.0f} ms, retracted {figures['requests_retracted']:.0f} in flight"
         )

@@ -2,6 +2,7 @@
 
     submitted.jsonl   one line before each request is sent: its receipt
     rollouts.jsonl    one line for each answer: the rollout with its provenance; the newest part of the ledger
+    unusable.jsonl    one line for each answer that is no rollout, with the reason and the answer as it came
 
 so that "every request came back exactly once" can be counted from the files, after a crash too.
 """
@@ -13,7 +14,7 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slime_backend.config import RunConfig
 from slime_backend.dispatch import generate
 from slime_backend.fleet import Fleet
 from slime_backend.local_trainer.task import Question, Task, prompt_ids, shared_prompt_length
+from slime_backend.provenance.errors import RecordError
 from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.records import RolloutRecord
@@ -31,6 +33,7 @@ from slime_backend.wire import ANCHORS_HOOK, ANCHORS_KEY
 class RolloutCounts:
     submitted: int = 0
     completed: int = 0
+    unusable: int = 0  # answers that can't be trained on: without provenance, or with log-probs that are no numbers
     resubmitted: int = 0  # attempts that had to be repeated on another engine
 
 
@@ -58,7 +61,11 @@ class RolloutWorker:
         self._submitted = JsonlWriter(run_dir / "submitted.jsonl")
         self._rollouts = Ledger(run_dir, segment_bytes=int(config.rollouts_segment_mib * 2**20))
         # A resumed run must not ask the questions of its first part again, so the seed takes in how many there were.
-        self._asked = sum(1 for _ in (run_dir / "submitted.jsonl").open()) // config.samples_per_group
+        self._run_dir = run_dir
+        self._unusable: JsonlWriter | None = None  # made for the first one
+        self._last_unusable = ""
+        self._empty = 0  # groups in a row without a usable rollout
+        self._asked = _count_lines(run_dir / "submitted.jsonl") // config.samples_per_group
         self._questions: Iterator[Question] = task.questions(random.Random(f"{config.seed}/{self._asked}"))
         self._finished: asyncio.Queue[list[RolloutRecord] | BaseException] = asyncio.Queue()
         self._places = asyncio.Semaphore(config.groups_per_step + config.groups_ahead)
@@ -71,13 +78,22 @@ class RolloutWorker:
         self._feeder = asyncio.create_task(self._feed())
 
     async def next_groups(self, count: int) -> list[list[RolloutRecord]]:
-        """The next `count` finished groups. Raises what a rollout raised, where one can't be completed."""
+        """The next `count` finished groups, of their usable rollouts. Raises what a rollout raised, where one can't be
+        completed, and RecordError where as many groups in a row as a step takes have none that can be used.
+        """
         groups: list[list[RolloutRecord]] = []
         while len(groups) < count:
             item = await self._finished.get()
             if isinstance(item, BaseException):
                 raise item
-            groups.append(item)
+            if item:
+                self._empty = 0
+                groups.append(item)
+                continue
+            self._empty += 1
+            if self._empty >= self.config.groups_per_step:
+                raise RecordError(f"no answer of {self._empty} groups can be used; the last: {self._last_unusable}")
+            self.release(1)
         return groups
 
     def versions_in_flight(self) -> set[str]:
@@ -104,6 +120,8 @@ class RolloutWorker:
                 group.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self._submitted.close()
+        if self._unusable is not None:
+            self._unusable.close()
         await asyncio.to_thread(self._rollouts.close)
 
     async def _feed(self) -> None:
@@ -123,11 +141,14 @@ class RolloutWorker:
                     requests.create_task(self._run_one(group, question, ids))
                     for _ in range(self.config.samples_per_group)
                 ]
-            await self._finished.put([t.result() for t in tasks])
+            usable = [record for t in tasks if (record := t.result()) is not None]
+            # One alone of a group has nothing to be compared with.
+            await self._finished.put(usable if len(usable) >= min(2, len(tasks)) else [])
         except BaseExceptionGroup as errors:
             await self._finished.put(errors.exceptions[0])
 
-    async def _run_one(self, group: str, question: Question, ids: list[int]) -> RolloutRecord:
+    async def _run_one(self, group: str, question: Question, ids: list[int]) -> RolloutRecord | None:
+        """Ask and record; None where the answer can't be used, which is recorded too."""
         receipt = uuid.uuid4().hex
         submitted_at = time.time()
         self._submitted.append({"receipt": receipt, "group": group, "at": submitted_at})
@@ -153,23 +174,37 @@ class RolloutWorker:
             {"input_ids": ids, "return_logprob": True, "sampling_params": sampling},
             on_retry=self._count_retry,
         )
-        text = self.tokenizer.decode(answer.body["output_ids"], skip_special_tokens=False)
-        record = RolloutRecord.from_answer(
-            answer.body,
-            receipt=receipt,
-            group=group,
-            engine=answer.engine,
-            question=question.text,
-            prompt_ids=ids,
-            temperature=self.config.temperature,
-            reward=self.task.reward(question, text),
-            submitted_at=submitted_at,
-            attempts=answer.attempts,
-            sampling=sampling,
-        )
+        try:
+            record = RolloutRecord.from_answer(
+                answer.body,
+                receipt=receipt,
+                group=group,
+                engine=answer.engine,
+                question=question.text,
+                prompt_ids=ids,
+                temperature=self.config.temperature,
+                reward=0.0,
+                submitted_at=submitted_at,
+                attempts=answer.attempts,
+                sampling=sampling,
+            )
+        except RecordError as error:
+            self._note_unusable(receipt, group, str(error), answer.body)
+            return None
+        text = self.tokenizer.decode(list(record.output_ids), skip_special_tokens=False)
+        record = replace(record, reward=self.task.reward(question, text))
         self._rollouts.append(record)
         self.counts.completed += 1
         return record
+
+    def _note_unusable(self, receipt: str, group: str, why: str, answer: Any) -> None:
+        if self._unusable is None:
+            self._unusable = JsonlWriter(self._run_dir / "unusable.jsonl")
+        self._unusable.append({"receipt": receipt, "group": group, "why": why, "answer": answer})
+        self.counts.unusable += 1
+        self._last_unusable = why
+        if self.counts.unusable == 1:
+            self.say(f"an answer can't be used and is left out: {why}; this and further ones are in unusable.jsonl")
 
     def _anchors(self) -> dict[str, Any]:
         """Where other prompts of the task will diverge from this one, for engines that keep windows there: only those
@@ -181,3 +216,8 @@ class RolloutWorker:
     def _count_retry(self, reason: str) -> None:
         self.counts.resubmitted += 1
         self.say(f"a request is sent again: {reason}")
+
+
+def _count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for _ in file)

@@ -16,7 +16,7 @@ from slime_backend.planner.traffic import PlanError, Traffic, quantiles
 from slime_backend.planner.work import Mode
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import read_rollouts
+from slime_backend.provenance.segments import read_records
 
 TOGETHER_S = 0.05  # requests of a group that were sent within this reach the engine at once
 SLOWEST, FASTEST = 1e-2, 1e8  # tokens per second between which a speed is looked for
@@ -37,7 +37,7 @@ class Recorded:
 
 def read_recorded(run_dir: Path, chunk: float) -> Recorded:
     """Raises PlanError where the run has too little to plan with."""
-    records = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir)]
+    records = list(read_records(run_dir))
     publications = [p for p in read_jsonl(run_dir / "publications.jsonl") if p.get("state") == "resumed"]
     if len(records) < 2 or len(publications) < 2:
         raise PlanError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend.provenance.conclusion import ONE_IN, Conclusion, conclude
+from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.diagnosis import Diagnostician
 from slime_backend.provenance.differences import SPAN_KINDS, Differences, span_kind
 from slime_backend.provenance.errors import AuditError
@@ -21,7 +22,7 @@ from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling import Plan, Sample
 from slime_backend.provenance.sampling_params import not_auditable
 from slime_backend.provenance.scorer import LoadModel, Scorer, WeightsGoneError
-from slime_backend.provenance.segments import read_rollouts
+from slime_backend.provenance.segments import read_records
 
 TOLERANCE = 1e-4  # |difference of log-prob|, fp32
 EXPLAINED_VIOLATIONS = 20  # for these the audit also looks for what would explain them
@@ -54,6 +55,7 @@ class AuditResult:
     gone: int = 0  # rollouts that weren't audited, because the weights that they name were removed
     not_auditable: dict[str, int] = field(default_factory=dict)  # sampling parameters -> rollouts sampled with them
     waiting: int = 0  # rollouts that `audit_follow` has taken in, or seen, and not checked yet
+    damaged: int = 0  # lines and segments of the ledger that can't be read: their rollouts are in no other figure
     finished: bool = True  # False in what `audit_follow` writes while the run goes on
     verdict: Conclusion | None = None
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)  # kind of span -> Differences.to_json
@@ -111,6 +113,7 @@ class Audit:
         self._published_names: set[str] = set()
         self._published_size = 0
         self._checked: set[str] = set()
+        self.damage = Damage()  # of the ledger, while it was read
         self._recorded = self._recorded_crossing = self._crossing = self._gone = 0
         self._violations: list[Violation] = []
 
@@ -163,6 +166,7 @@ class Audit:
             gone=self._gone,
             not_auditable=dict(self._not_auditable),
             waiting=waiting,
+            damaged=self.damage.lines + self.damage.segments,
             finished=finished,
             verdict=conclude(
                 plan,
@@ -219,8 +223,7 @@ def audit_run(
     audit = Audit(run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in, seed=seed)
     versions: dict[str, int] = {}
     offered = wanted = 0
-    for row in read_rollouts(run_dir):
-        record = RolloutRecord.from_json(row)
+    for record in read_records(run_dir, audit.damage):
         offered += 1
         if not not_auditable(record.sampling) and audit.is_gone(record):
             audit.leave_out()
@@ -228,15 +231,16 @@ def audit_run(
         wanted += audit.offer(record)
         for version in record.versions:
             versions.setdefault(version, len(versions))
+    if not offered and audit.damage:
+        raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollout that can be read: {audit.damage}")
     if not offered:
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
     chosen: Iterable[RolloutRecord]
     if rollouts is None:  # in the order of the ledger, where versions follow each other
-        records = map(RolloutRecord.from_json, read_rollouts(run_dir))
-        chosen = (r for r in records if not not_auditable(r.sampling) and not audit.is_gone(r))
+        chosen = (r for r in read_records(run_dir) if not not_auditable(r.sampling) and not audit.is_gone(r))
     else:
         held = audit.sample.holds()
-        chosen = [RolloutRecord.from_json(row) for row in read_rollouts(run_dir) if row["receipt"] in held]
+        chosen = [record for record in read_records(run_dir) if record.receipt in held]
         chosen.sort(key=lambda r: [versions[v] for v in r.versions])  # so that each model is loaded once
         wanted = len(chosen)
     for done, record in enumerate(chosen, 1):

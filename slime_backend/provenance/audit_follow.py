@@ -6,13 +6,14 @@
 
 It only reads the run, and needs the weights of a version only while a rollout of it is checked, so a run may remove old
 ones; a rollout that comes too late for its weights is counted as such. Whoever writes the run holds the lock of its
-ledger, also in a run that was killed: that is how the end is known (ledger_catch_up.py).
+ledger, also in a run that was killed: that is how the end is known (ledger_lock.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,9 +22,11 @@ from pathlib import Path
 
 from slime_backend.provenance.audit import Audit, AuditResult
 from slime_backend.provenance.errors import AuditError
-from slime_backend.provenance.ledger_catch_up import is_written
+from slime_backend.provenance.ledger_lock import is_written
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.segments import Tail
+
+log = logging.getLogger(__name__)
 
 FILE = "audit.json"
 POLL_S = 1.0
@@ -71,7 +74,7 @@ def follow(
 
     Raises AuditError where nothing was recorded at all.
     """
-    tail = Tail(run_dir)
+    tail = Tail(run_dir, audit.damage)
     waiting: deque[RolloutRecord] = deque()
     saved = time.monotonic()
     ending = Ending(idle_s, deadline_s, saved)
@@ -79,7 +82,7 @@ def follow(
     while not over:
         written = is_written(run_dir)  # asked before the look, so that what was written last is still read
         room = QUEUE - len(waiting)  # what isn't taken in yet waits in the ledger
-        news = [RolloutRecord.from_json(row) for row in itertools.islice(tail.new(), room)]
+        news = list(itertools.islice(tail.new_records(), room))
         waiting.extend(record for record in news if audit.offer(record))
         until = time.monotonic() + poll_s
         while waiting and time.monotonic() < until:  # the oldest first: its weights go first
@@ -95,8 +98,8 @@ def follow(
             saved = now
         if not (over or more):
             time.sleep(poll_s)
-    for row in tail.new():  # what the deadline leaves unchecked belongs to the run all the same
-        audit.offer(RolloutRecord.from_json(row))
+    for record in tail.new_records():  # what the deadline leaves unchecked belongs to the run all the same
+        audit.offer(record)
     result = audit.result()
     if not result.recorded:
         raise AuditError(f"{run_dir}: no rollout was recorded within {idle_s:g} s")
@@ -121,8 +124,11 @@ def save_fullest(run_dir: Path, result: AuditResult) -> bool:
 
 
 def load(run_dir: Path) -> AuditResult | None:
-    """The audit as it stands; None where there is none yet."""
+    """The audit as it stands; None where there is none yet, or the file is damaged."""
     try:
         return AuditResult.from_json(json.loads((run_dir / FILE).read_text()))
     except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("%s is damaged and is left out: %s", run_dir / FILE, error)
         return None

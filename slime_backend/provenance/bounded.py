@@ -93,7 +93,7 @@ class ReceiptCounts:
         self._stack = ExitStack()
         self._sent = [self._part() for _ in range(PARTS)]
         self._back = [self._part() for _ in range(PARTS)]
-        self.sent = self.back = 0
+        self.sent = self.back = self.not_usable = 0
 
     def __enter__(self) -> ReceiptCounts:
         return self
@@ -111,13 +111,18 @@ class ReceiptCounts:
         self.back += 1
         self._add(self._back, receipt)
 
+    def unusable(self, receipt: str) -> None:
+        """It came back, with an answer that is no rollout."""
+        self.not_usable += 1
+        self._add(self._back, receipt)
+
     def lost_and_doubled(self) -> tuple[int, int]:
         lost, different = 0, 0
         for sent, back in zip(self._sent, self._back, strict=True):
             found = set(_digests(back))
             different += len(found)
             lost += len(set(_digests(sent)) - found)
-        return lost, self.back - different
+        return lost, self.back + self.not_usable - different
 
     def _part(self) -> IO[bytes]:
         return self._stack.enter_context(tempfile.SpooledTemporaryFile(IN_MEMORY))

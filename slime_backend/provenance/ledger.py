@@ -55,7 +55,8 @@ class Ledger:
         self._lock: LedgerLock | None = lock_ledger(run_dir, LOCK_S)
         if self._lock is None:
             raise LedgerError(
-                f"another process{describe_holder(run_dir)} writes rollouts to {run_dir}; wait for it or choose another run"
+                f"another process{describe_holder(run_dir)} writes rollouts to {run_dir}; "
+                "wait for it or choose another run"
             )
         self._index: LedgerIndex | None = None
         self._index_guard = threading.Lock()  # one connection, used by the caller and by the thread

@@ -49,8 +49,8 @@ def check_answer(meta: Mapping[str, Any], keys: Mapping[str, str]) -> None:
 def output_logprobs(answer: Mapping[str, Any], engine: str, receipt: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """(output ids, log-probs) of an engine's answer.
 
-    Raises RecordError, with engine, receipt and token, where one isn't a number. SGLang writes NaN and the infinities
-    as null (orjson); they come of NaN in the weights or of an overflow in the forward pass.
+    Raises RecordError, with engine, receipt and token, where one isn't a number: of NaN in the weights, or of an
+    overflow in the forward pass.
     """
     where = f"{engine}: rollout {receipt}"
     ids = answer.get("output_ids")
@@ -64,17 +64,26 @@ def output_logprobs(answer: Mapping[str, Any], engine: str, receipt: str) -> tup
         raise RecordError(f"{where}: output_token_logprobs is {_short(entries)}, not a list")
     if len(entries) != len(ids):
         raise RecordError(f"{where}: {len(entries)} log-probs for {len(ids)} tokens")
-    found = []
-    for position, entry in enumerate(entries):
-        value = entry[0] if isinstance(entry, list | tuple) and entry else entry
+    found = tuple(entry[0] if isinstance(entry, list | tuple) and entry else entry for entry in entries)
+    why = why_no_logprobs(found, answer["meta_info"])
+    if why:
+        raise RecordError(f"{where}: {why}")
+    return tuple(ids), tuple(map(float, found))
+
+
+def why_no_logprobs(values: Sequence[Any], meta: Mapping[str, Any], first: int = 0) -> str:
+    """Why one of the values isn't a log-prob, or "" where all are. `first`: the output token of the first value.
+
+    SGLang writes NaN and the infinities as null (orjson).
+    """
+    for position, value in enumerate(values, first):
         if type(value) not in _NUMERIC or not math.isfinite(value):
-            version = version_at(answer["meta_info"], position)
-            raise RecordError(
-                f"{where}: the log-prob of output token {position} is {_short(value)}"
+            version = version_at(meta, position)
+            return (
+                f"the log-prob of output token {position} is {_short(value)}"
                 f" (NaN or an infinity: are there NaN in the weights of {version}?)"
             )
-        found.append(float(value))
-    return tuple(ids), tuple(found)
+    return ""
 
 
 def version_at(meta: Mapping[str, Any], position: int) -> str:

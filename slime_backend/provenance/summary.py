@@ -15,9 +15,10 @@ from typing import Any
 
 from slime_backend.provenance.bounded import Median, ReceiptCounts
 from slime_backend.provenance.classes import CLASSES, RolloutClass
-from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import read_rollouts
+from slime_backend.provenance.run_rows import sound_rows, without_nan
+from slime_backend.provenance.segments import read_records
 
 ENGINE_SUMS = (  # over publications and engines
     "flush_verified",
@@ -33,10 +34,25 @@ def summarise(run_dir: Path) -> dict[str, Any]:
 
     Reads each once, row by row, in memory of a fixed size whatever the length of the run.
     """
+    damage, ledger_damage = Damage(), Damage()
+    figures = {
+        **_steps(sound_rows(run_dir / "steps.jsonl", damage)),
+        **_publications(sound_rows(run_dir / "publications.jsonl", damage)),
+        **_rollouts(
+            sound_rows(run_dir / "submitted.jsonl", damage),
+            sound_rows(run_dir / "unusable.jsonl", damage),
+            read_records(run_dir, ledger_damage),
+        ),
+    }
+    damaged = min(figures["rollouts_lost"], ledger_damage.lines)  # they came back, and can't be read anymore
+    figures["rollouts_lost"] -= damaged
+    damage.merge(ledger_damage)
     return {
-        **_steps(read_jsonl(run_dir / "steps.jsonl")),
-        **_publications(read_jsonl(run_dir / "publications.jsonl")),
-        **_rollouts(read_jsonl(run_dir / "submitted.jsonl"), read_rollouts(run_dir)),
+        **figures,
+        "rollouts_damaged": damaged,
+        "damaged_lines": damage.lines,
+        "damaged_segments": damage.segments,
+        "damaged_places": damage.places,
     }
 
 
@@ -70,7 +86,8 @@ def _publications(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for row in rows:
         counts[row["state"]] += 1
         engines = row["engines"]
-        confirmed_each.add(sum(e["confirmed"] for e in engines))
+        if row["state"] != "unknown":
+            confirmed_each.add(sum(e["confirmed"] for e in engines))
         counts["with_retractions"] += any(e["requests_retracted"] for e in engines)
         for engine in engines:
             for name in ENGINE_SUMS:
@@ -84,6 +101,7 @@ def _publications(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "publications": counts["resumed"],
         "publications_failed": counts["failed"],
+        "publications_unknown": counts["unknown"],
         "engines_confirmed_each": sorted(confirmed_each),
         "flushes_verified": counts["flush_verified"],
         "sweeps_verified": counts["sweep_verified"],
@@ -97,15 +115,18 @@ def _publications(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _rollouts(submitted: Iterable[Mapping[str, Any]], stored: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _rollouts(
+    submitted: Iterable[Mapping[str, Any]], unusable: Iterable[Mapping[str, Any]], stored: Iterable[RolloutRecord]
+) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     of_classes: Counter[RolloutClass] = Counter()
     prefixes = PrefixFigures()
     with ReceiptCounts() as receipts:
         for row in submitted:
             receipts.submitted(row["receipt"])
-        for stored_row in stored:
-            record = RolloutRecord.from_json(stored_row)
+        for row in unusable:
+            receipts.unusable(row["receipt"])
+        for record in stored:
             receipts.completed(record.receipt)
             of_classes[record.rollout_class] += 1
             counts["aborted"] += record.finish_reason == "abort"
@@ -118,6 +139,7 @@ def _rollouts(submitted: Iterable[Mapping[str, Any]], stored: Iterable[Mapping[s
             "rollouts_submitted": receipts.sent,
             "rollouts_completed": receipts.back,
             "rollouts_lost": lost,
+            "rollouts_unusable": receipts.not_usable,
             "rollouts_doubled": doubled,
             "rollouts_aborted": counts["aborted"],
             "rollout_classes": {name: of_classes[name] for name in CLASSES},  # adds up to rollouts_completed
@@ -175,7 +197,7 @@ def write_summary(run_dir: Path, extra: dict[str, Any]) -> dict[str, Any]:
     """Write and return the summary. Written beside its place and renamed, so that it is whole or old."""
     summary = {**summarise(run_dir), **extra}
     partial = run_dir / ".summary.json.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    partial.write_text(json.dumps(without_nan(summary), indent=2, allow_nan=False) + "\n")
     partial.rename(run_dir / "summary.json")
     return summary
 

@@ -27,6 +27,7 @@ class TensorBoardWriter:
     def log(self, family: str, step: int, row: Mapping[str, float | int]) -> None:
         for name, value in row.items():
             self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # a kill loses nothing that was logged
 
     def alert(self, alert: Alert) -> None:
         self._alerts += 1

@@ -2,7 +2,8 @@
 
 W&B 0.30 and 0.31 lose what an offline run recorded last, now and then: their service ends without writing its buffer.
 So what is told to an offline run is kept, the last of it is looked for in the file, and where it is missing everything
-is told once more.
+is told once more. A killed run loses what its service held (it writes blocks of 32 KiB): a resumed run logs every row
+of its own files again, in the same order, so its file is complete and agrees with the earlier one row by row.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class WandbWriter:
         self._wandb, self._run_dir, self._name = wandb, run_dir, name
         self._online, self._with_artifacts = mode == "online", with_artifacts
         id_file = run_dir / "wandb_id"
-        run_id = id_file.read_text().strip() if id_file.is_file() else wandb.sdk.lib.runid.generate_id()
+        known = id_file.read_text(errors="replace").strip() if id_file.is_file() else ""
+        run_id = known if known.isalnum() else wandb.sdk.lib.runid.generate_id()  # empty after a power cut
         id_file.write_text(run_id + "\n")  # a resumed run goes on in the same W&B run
         self._init: dict[str, Any] = {
             "project": project,
@@ -54,6 +56,7 @@ class WandbWriter:
         }
         self._told: list[Callable[[Any], None]] = []
         self._run = self._begin(run_dir)
+        self._there = self._rows_there()
         self.directory: str | None = str(Path(self._run.dir).parent)
 
     def _begin(self, folder: Path) -> Any:
@@ -69,7 +72,17 @@ class WandbWriter:
             self._told.append(what)
         what(self._run)
 
+    def _rows_there(self) -> dict[str, int]:
+        """Online, the last step of each family that W&B's server has of this run: a resumed run logs all its rows once
+        more, since a kill loses some."""
+        if not (self._online and self._run.resumed):
+            return {}
+        last = {family: self._run.summary.get(step) for family, step in STEP_METRICS.items()}
+        return {family: int(step) for family, step in last.items() if isinstance(step, int | float)}
+
     def log(self, family: str, step: int, row: Mapping[str, float | int]) -> None:
+        if step <= self._there.get(family, -1):
+            return
         self._tell(lambda run: run.log({STEP_METRICS[family]: step, **row}))
 
     def alert(self, alert: Alert) -> None:

@@ -17,12 +17,14 @@ The calls lie in `sample.metadata` as plain JSON, so they survive copies, slime'
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from slime_backend.provenance.record_checks import why_no_logprobs
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.wire import (
     KV_PROVENANCE_KEY,
@@ -32,6 +34,8 @@ from slime_backend.wire import (
     Prefill,
     Span,
 )
+
+log = logging.getLogger(__name__)
 
 METADATA_KEY = "reef_slime"
 
@@ -115,8 +119,13 @@ def record_of(
     sample: Any, call: GenerateCall, *, group: str, engine: str, temperature: float, reward: float
 ) -> RolloutRecord | None:
     """The record of one call; None where its context can't be placed, or the engine reported none, or the response was
-    cut behind it."""
+    cut behind it, or a log-prob is no number, which is logged."""
     if not call.placed or not call.segments or sample.rollout_log_probs is None or call.end > sample.response_length:
+        return None
+    logprobs = sample.rollout_log_probs[call.start : call.end]
+    why = why_no_logprobs(logprobs, {SAMPLED_SPANS_KEY: [asdict(s) for s in call.spans]}, call.start)
+    if why:
+        log.error("%s: rollout %s is not recorded: %s", engine, call.receipt, why)
         return None
     first = len(sample.tokens) - sample.response_length + call.start  # where the call's output begins
     length = call.end - call.start
@@ -127,7 +136,7 @@ def record_of(
         question=sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt),
         prompt_ids=tuple(int(t) for t in sample.tokens[:first]),
         output_ids=tuple(int(t) for t in sample.tokens[first : first + length]),
-        logprobs=tuple(float(p) for p in sample.rollout_log_probs[call.start : call.end]),
+        logprobs=tuple(float(p) for p in logprobs),
         temperature=temperature,
         reward=reward,
         finish_reason=call.finish_reason,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -78,6 +79,7 @@ class SlimePublisher:
         self._discard_retired = discard_retired
         self._engines: dict[str, Engine] = {}  # by the name of their member
         self._routed: set[str] = set()
+        self._guard = threading.Lock()  # of `_routed`: the loop's helper threads take engines out at any time
         self._records = JsonlWriter(run_dir / "publications.jsonl")
 
     def close(self) -> None:
@@ -127,7 +129,8 @@ class SlimePublisher:
         return None
 
     def _forget(self, name: str) -> None:
-        self._routed.discard(name)
+        with self._guard:
+            self._routed.discard(name)
         del self._engines[name]
         self.fleet.forget(self.fleet.members[name])
 
@@ -177,13 +180,15 @@ class SlimePublisher:
 
         Raises PublicationFailed where no confirmed engine could be routed.
         """
-        confirmed = {member.name for member in self.fleet.routable()}
+        confirmed = self.loop.ask(lambda: {member.name for member in self.fleet.routable()})
         with ThreadPoolExecutor(THREADS) as pool:
             for name, member in list(self.fleet.members.items()):
                 if member.status == "retired":
                     pool.submit(self._take_out, name)
             routed = dict(zip(wanted := sorted(confirmed - self._routed), pool.map(self._put_in, wanted), strict=True))
-        self._routed = (self._routed & confirmed) | {name for name, why in routed.items() if not why}
+        with self._guard:
+            self._routed &= confirmed
+            self._routed |= {name for name, why in routed.items() if not why}
         if confirmed and not self._routed:
             raise PublicationFailed(f"no engine is routed: {'; '.join(why for why in routed.values() if why)}")
 
@@ -206,7 +211,8 @@ class SlimePublisher:
 
     def _unroute(self, name: str) -> None:
         engine = self._engines[name]
-        self._routed.discard(name)
+        with self._guard:
+            self._routed.discard(name)
         if engine.router is None:
             return
         try:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slime_backend.local_trainer.metrics import rollout_metrics
+from slime_backend.local_trainer.metrics import of_rollouts, rollout_metrics
 from slime_backend.provenance.audit import why_inconsistent
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.records import RolloutRecord
@@ -56,7 +56,7 @@ def step_row(
 def figures(row: dict[str, Any], records: Sequence[RolloutRecord], samples: Sequence[Any]) -> dict[str, float | int]:
     """The metrics above, by their full names."""
     found: dict[str, float | int | None] = {
-        **rollout_metrics(row, records, resubmitted=0),
+        **rollout_metrics({**row, **of_rollouts(records, resubmitted=0)}),
         "audit_contradictions": sum(bool(why_inconsistent(r)) for r in records),
         "samples_without_spans": sum(not has_calls(sample) for sample in samples),
     }

@@ -89,23 +89,25 @@ class CollectiveTransport:
         while not self._ready.wait(POLL_S):
             if over():
                 return []
-        return sorted(self._waiting)
+        return self.loop.ask(lambda: sorted(self._waiting))
 
     def settle(self, failed: Mapping[str, str], *, done: bool) -> list[str]:
         """After a round of sending: `failed` (engine -> why) are given up; the others have it if `done`.
 
         Returns the engines that still wait, to be sent to again.
         """
-        again = [] if done else [name for name in self._waiting if name not in failed]
+        return self.loop.ask(lambda: self._settle(failed, done))
 
-        def tell() -> None:
-            for name, waiting in list(self._waiting.items()):
-                if waiting.sent.done():
-                    continue
-                if name in failed:
-                    waiting.sent.set_exception(TransportError(name, failed[name]))
-                elif done:
-                    waiting.sent.set_result(None)
-
-        self.loop.call(tell)
+    def _settle(self, failed: Mapping[str, str], done: bool) -> list[str]:
+        """On the loop's thread, where `_waiting` changes: what it returns and what it ends are the same engines."""
+        again = []
+        for name, waiting in self._waiting.items():
+            if waiting.sent.done():  # its deadline came first
+                continue
+            if name in failed:
+                waiting.sent.set_exception(TransportError(name, failed[name]))
+            elif done:
+                waiting.sent.set_result(None)
+            else:
+                again.append(name)
         return sorted(again)

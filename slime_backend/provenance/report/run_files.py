@@ -12,6 +12,7 @@ from typing import Any
 
 from slime_backend.provenance.bounded import Thinned
 from slime_backend.provenance.classes import CLASSES
+from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.errors import LedgerError, RecordError
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.ledger_index import Query
@@ -142,7 +143,10 @@ def _compare(run: RunFiles, summary: dict[str, Any], rollouts: int) -> None:
     ended: list[Any] = [summary.get(key) for key in ("publications", "publications_failed")]
     counted = {
         "steps": (summary.get("steps"), run.step_count),
-        "publications": (None if None in ended else sum(ended), run.publication_count),
+        "publications": (
+            None if None in ended else sum(ended) + summary.get("publications_unknown", 0),
+            run.publication_count,
+        ),
         "rollouts": (summary.get("rollouts_completed"), rollouts),
     }
     for name, (told, there) in counted.items():
@@ -166,33 +170,37 @@ def _object(run: RunFiles, name: str) -> dict[str, Any] | None:
 
 
 def _rows(run: RunFiles, name: str, key: str, consequence: str) -> Iterator[dict[str, Any]]:
-    """The readable rows of a JSON lines file, up to the first damaged one; a row without `key` is none."""
+    """The readable rows of a JSON lines file; a damaged one, and one without `key`, is none."""
     path = run.run_dir / name
     if not path.is_file():
         run.missing.append(f"There is no {name}: {consequence}.")
         return
-    count = 0
+    count, damage = 0, Damage()
     try:
-        for row in read_jsonl(path):
-            if isinstance(row, dict) and key in row:
+        for row in read_jsonl(path, damage):
+            if key in row:
                 count += 1
                 yield row
     except (OSError, ValueError) as error:
         run.missing.append(f"{name} can't be read beyond its first {count} rows: {error}.")
         return
+    if damage:
+        run.missing.append(f"{damage}.")
     if not count:
         run.missing.append(f"{name} has no rows: {consequence}.")
 
 
 def _read_ledger(run: RunFiles) -> int:
     """Hit rates of every rollout, in one pass; a few rollouts to draw, through the index. The number of rollouts."""
-    count = 0
+    count, damage = 0, Damage()
     try:
-        for row in read_rollouts(run.run_dir):
+        for row in read_rollouts(run.run_dir, damage):
             run.hit_rate.add(row)
             count += 1
         with open_reader(run.run_dir) as reader:
             run.samples = _choose(reader, [str(v.get("receipt")) for v in run.violations], run.versions)
+        if damage:
+            run.missing.append(f"{damage}.")
     except UNREADABLE as error:
         run.missing.append(f"The ledger of rollouts can't be read: {_words(error)}.")
     return count

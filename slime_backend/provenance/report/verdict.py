@@ -85,6 +85,10 @@ def _publications(summary: Mapping[str, Any], publications: Sequence[Mapping[str
     failed = [str(p.get("version")) for p in publications if p.get("state") == "failed"]
     if failed:
         findings.append(Finding("bad", f"No engine reached {_some(failed)}: the publication failed."))
+    unknown = [str(p.get("version")) for p in publications if p.get("state") == "unknown"]
+    if unknown:
+        text = f"The run ended while {_some(unknown)} was being published: its record of that is lost."
+        findings.append(Finding("warning", text))
     for publication in publications:
         for engine in publication.get("engines", []):
             if not engine.get("confirmed"):

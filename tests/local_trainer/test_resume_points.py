@@ -1,0 +1,183 @@
+"""A run that ends at each point between two steps goes on without a gap, in its own files and in W&B's.
+
+The end is an error that nothing of the run catches, raised where the point is, behind which no file of the run is
+written anymore: as a kill, but for what the operating system would still do. W&B is the real package, offline; of its
+first file everything is cut off that a kill loses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+
+import pytest
+
+from slime_backend.config import RunConfig
+from slime_backend.local_trainer import loop
+from slime_backend.provenance.jsonl import JsonlWriter, read_jsonl
+from slime_backend.runs import RunError
+from tests.local_trainer.test_loop_staleness import fake_fleet
+
+from ..wandb_files import read_wandb
+
+STEPS, AT = 4, 2
+POINTS = ("before the row", "after the row", "weights saved", "state saved", "published", "after the line")
+
+
+class Killed(BaseException):
+    pass
+
+
+def config_of(tmp_path, tiny_directory, **settings):
+    return RunConfig(
+        runs_dir=str(tmp_path),
+        model=str(tiny_directory),
+        disjoint_prefix_sharing="retract",
+        steps=STEPS,
+        groups_per_step=2,
+        samples_per_group=2,
+        groups_ahead=2,
+        audit_rollouts=0,
+        **settings,
+    )
+
+
+def end_at(patch, point):
+    """End the run at `point` of step AT."""
+
+    def after(owner, name, ends, before=False):
+        original = getattr(owner, name)
+
+        def wrapped(self, *args, **kwargs):
+            if before and ends(self, args):
+                raise Killed(point)
+            result = original(self, *args, **kwargs)
+            if ends(self, args):
+                raise Killed(point)
+            return result
+
+        patch.setattr(owner, name, wrapped)
+
+    def row_of(name, key, value):
+        return lambda self, args: self.path.name == name and args[0][key] == value
+
+    step_row = row_of("steps.jsonl", "step", AT)
+    line = row_of("publications.jsonl", "version", f"v{AT}")
+    if point in ("before the row", "after the row"):
+        after(JsonlWriter, "append", step_row, before=point == "before the row")
+    elif point in ("published", "after the line"):
+        after(JsonlWriter, "append", line, before=point == "published")
+    else:
+        original = loop.make_trainer
+
+        def make(*args):
+            trainer = original(*args)
+            save = trainer.save_state
+
+            def save_state(run_dir, step):
+                if step == AT and point == "weights saved":
+                    raise Killed(point)
+                save(run_dir, step)
+                if step == AT:
+                    raise Killed(point)
+
+            trainer.save_state = save_state
+            return trainer
+
+        patch.setattr(loop, "make_trainer", make)
+    # A kill leaves no summary and ends no tracker.
+    patch.setattr(loop, "write_summary", lambda *args: {})
+    patch.setattr(loop.Tracker, "finish", lambda self, summary: None)
+
+
+def run(config, resume):
+    said = []
+    work = loop.train(config, config.run_dir, resume=resume, reporter=loop.Reporter(say=said.append))
+    return asyncio.run(asyncio.wait_for(work, 60)), said
+
+
+def history(path):
+    """Metric -> step of its family -> every value that was logged."""
+    found = defaultdict(lambda: defaultdict(set))
+    for record in read_wandb(path):
+        if record.HasField("history"):
+            row = {(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+            for axis in ("train/step", "rollout/step", "publication/index"):
+                if axis in row:
+                    for name, value in row.items():
+                        if name.split("/")[0] == axis.split("/")[0]:
+                            found[name][row[axis]].add(value)
+    return found
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_run_that_ends_between_two_steps_goes_on_without_a_gap(tmp_path, tiny_directory, monkeypatch, point):
+    monkeypatch.setattr(loop, "running_fleet", fake_fleet)
+    config = config_of(tmp_path, tiny_directory, tracker="none")
+    with monkeypatch.context() as patch:
+        end_at(patch, point)
+        with pytest.raises(Killed):
+            run(config, resume=False)
+    summary, said = run(config, resume=True)
+    steps = list(read_jsonl(config.run_dir / "steps.jsonl"))
+    assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
+    assert all(row["receipts"] for row in steps)
+    publications = list(read_jsonl(config.run_dir / "publications.jsonl"))
+    assert [row["version"] for row in publications] == [f"v{step}" for step in range(1, STEPS + 1)]
+    unknown = [row["version"] for row in publications if row["state"] == "unknown"]
+    assert unknown == ([f"v{AT}"] if point in ("state saved", "published") else [])
+    again = list(read_jsonl(config.run_dir / "steps.superseded.jsonl"))
+    assert [row["step"] for row in again] == ([AT] if point in ("after the row", "weights saved") else [])
+    assert (summary["completed"], summary["steps"], summary["publications_unknown"]) == (True, STEPS, len(unknown))
+    assert any("isn't known" in line for line in said) == bool(unknown)
+
+
+def test_wandb_has_every_step_after_a_kill_that_left_it_nothing(tmp_path, tiny_directory, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed; pip install 'reef-slime[wandb]'")
+    monkeypatch.setattr(loop, "running_fleet", fake_fleet)
+    config = config_of(tmp_path, tiny_directory, wandb="offline")
+    with monkeypatch.context() as patch:
+        end_at(patch, "published")
+        with pytest.raises(Killed):
+            run(config, resume=False)
+    wandb.run.finish()
+    (first,) = (config.run_dir / "wandb").rglob("*.wandb")
+    earlier = history(first)
+    summary, _ = run(config, resume=True)
+    (second,) = [path for path in (config.run_dir / "wandb").rglob("*.wandb") if path != first]
+    found = history(second)
+    assert set(found["train/loss"]) == set(found["rollout/version_lag_mean"]) == set(range(1, STEPS + 1))
+    assert set(found["publication/wall_ms"]) == {1, 3, 4}  # whether v2 was published isn't known
+    for name, steps in found.items():
+        for step, values in steps.items():
+            assert len(values | earlier[name][step]) == 1, (name, step)
+    assert summary["wandb_run_dir"] == str(second.parent)
+
+
+def test_tensorboard_has_every_step_after_a_kill(tmp_path, tiny_directory, monkeypatch):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr(loop, "running_fleet", fake_fleet)
+    config = config_of(tmp_path, tiny_directory, tracker="tensorboard")
+    with monkeypatch.context() as patch:
+        end_at(patch, "published")
+        with pytest.raises(Killed):
+            run(config, resume=False)
+    before = EventAccumulator(str(config.run_dir / "tensorboard"))
+    before.Reload()
+    assert {event.step for event in before.Scalars("train/loss")} == {1, 2}  # flushed at once
+    run(config, resume=True)
+    after = EventAccumulator(str(config.run_dir / "tensorboard"))
+    after.Reload()
+    assert {event.step for event in after.Scalars("train/loss")} == set(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("data", [b"", b"not a checkpoint", b"PK\x03\x04" + b"\0" * 100])
+def test_a_damaged_checkpoint_is_one_line(tmp_path, tiny_directory, data):
+    config = config_of(tmp_path, tiny_directory)
+    config.run_dir.mkdir(parents=True)
+    (config.run_dir / "trainer.pt").write_bytes(data)
+    with pytest.raises(RunError, match=r"trainer\.pt is damaged .*; put a copy back, or remove it"):
+        run(config, resume=True)
