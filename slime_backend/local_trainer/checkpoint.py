@@ -50,8 +50,7 @@ def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        # Optimizers take it to their own device.
-        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")  # optimizers move it
         int(state["step"])
     except Exception as error:  # torch raises whatever its unpickler meets in a damaged file
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -53,9 +53,9 @@ class AuditResult:
     mean_abs_logprob_diff: float = 0.0
     tolerance: float = TOLERANCE
     gone: int = 0  # rollouts that weren't audited, because the weights that they name were removed
-    damaged: int = 0  # lines and segments of the ledger that can't be read: their rollouts are in no other figure
     not_auditable: dict[str, int] = field(default_factory=dict)  # sampling parameters -> rollouts sampled with them
     waiting: int = 0  # rollouts that `audit_follow` has taken in, or seen, and not checked yet
+    damaged: int = 0  # lines and segments of the ledger that can't be read: their rollouts are in no other figure
     finished: bool = True  # False in what `audit_follow` writes while the run goes on
     verdict: Conclusion | None = None
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)  # kind of span -> Differences.to_json
@@ -164,9 +164,9 @@ class Audit:
             mean_abs_logprob_diff=sum(d.total for d in differences.values()) / max(1, tokens),
             tolerance=self.tolerance,
             gone=self._gone,
-            damaged=self.damage.lines + self.damage.segments,
             not_auditable=dict(self._not_auditable),
             waiting=waiting,
+            damaged=self.damage.lines + self.damage.segments,
             finished=finished,
             verdict=conclude(
                 plan,
@@ -237,8 +237,7 @@ def audit_run(
         raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
     chosen: Iterable[RolloutRecord]
     if rollouts is None:  # in the order of the ledger, where versions follow each other
-        records = read_records(run_dir)
-        chosen = (r for r in records if not not_auditable(r.sampling) and not audit.is_gone(r))
+        chosen = (r for r in read_records(run_dir) if not not_auditable(r.sampling) and not audit.is_gone(r))
     else:
         held = audit.sample.holds()
         chosen = [record for record in read_records(run_dir) if record.receipt in held]

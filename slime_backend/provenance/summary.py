@@ -34,21 +34,22 @@ def summarise(run_dir: Path) -> dict[str, Any]:
 
     Reads each once, row by row, in memory of a fixed size whatever the length of the run.
     """
-    damage, of_ledger = Damage(), Damage()
-    unusable = len({row["receipt"] for row in sound_rows(run_dir / "unusable.jsonl", damage)})
+    damage, ledger_damage = Damage(), Damage()
     figures = {
         **_steps(sound_rows(run_dir / "steps.jsonl", damage)),
         **_publications(sound_rows(run_dir / "publications.jsonl", damage)),
-        **_rollouts(sound_rows(run_dir / "submitted.jsonl", damage), read_records(run_dir, of_ledger)),
+        **_rollouts(
+            sound_rows(run_dir / "submitted.jsonl", damage),
+            sound_rows(run_dir / "unusable.jsonl", damage),
+            read_records(run_dir, ledger_damage),
+        ),
     }
-    missing = max(0, figures["rollouts_lost"] - unusable)
-    damaged = min(missing, of_ledger.lines)  # they came back, and can't be read anymore
-    damage.merge(of_ledger)
+    damaged = min(figures["rollouts_lost"], ledger_damage.lines)  # they came back, and can't be read anymore
+    figures["rollouts_lost"] -= damaged
+    damage.merge(ledger_damage)
     return {
         **figures,
-        "rollouts_lost": missing - damaged,
         "rollouts_damaged": damaged,
-        "rollouts_unusable": unusable,
         "damaged_lines": damage.lines,
         "damaged_segments": damage.segments,
         "damaged_places": damage.places,
@@ -114,13 +115,17 @@ def _publications(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _rollouts(submitted: Iterable[Mapping[str, Any]], stored: Iterable[RolloutRecord]) -> dict[str, Any]:
+def _rollouts(
+    submitted: Iterable[Mapping[str, Any]], unusable: Iterable[Mapping[str, Any]], stored: Iterable[RolloutRecord]
+) -> dict[str, Any]:
     counts: Counter[str] = Counter()
     of_classes: Counter[RolloutClass] = Counter()
     prefixes = PrefixFigures()
     with ReceiptCounts() as receipts:
         for row in submitted:
             receipts.submitted(row["receipt"])
+        for row in unusable:
+            receipts.unusable(row["receipt"])
         for record in stored:
             receipts.completed(record.receipt)
             of_classes[record.rollout_class] += 1
@@ -134,6 +139,7 @@ def _rollouts(submitted: Iterable[Mapping[str, Any]], stored: Iterable[RolloutRe
             "rollouts_submitted": receipts.sent,
             "rollouts_completed": receipts.back,
             "rollouts_lost": lost,
+            "rollouts_unusable": receipts.not_usable,
             "rollouts_doubled": doubled,
             "rollouts_aborted": counts["aborted"],
             "rollout_classes": {name: of_classes[name] for name in CLASSES},  # adds up to rollouts_completed
