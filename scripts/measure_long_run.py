@@ -85,7 +85,9 @@ def rollout(number: int, per_version: int) -> RolloutRecord:
             return {k: names.get(v, v) if k == "version" else rename(v) for k, v in value.items()}
         return [rename(v) for v in value] if isinstance(value, list) else value
 
-    return RolloutRecord.from_json({k: rename(v) if k in ("spans", "segments", "prefills") else v for k, v in data.items()})
+    return RolloutRecord.from_json(
+        {k: rename(v) if k in ("spans", "segments", "prefills") else v for k, v in data.items()}
+    )
 
 
 def make_run(run_dir: Path, publications: int, rollouts: int) -> None:
@@ -158,7 +160,10 @@ def main() -> None:
             make_run(run_dir, int(publications * share), int(rollouts * share))
             command = [sys.executable, __file__, "--end", str(run_dir)]
             found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        print(f"{int(publications * share):,} publications, {int(rollouts * share):,} rollouts: {found.strip()}", flush=True)
+        print(
+            f"{int(publications * share):,} publications, {int(rollouts * share):,} rollouts: {found.strip()}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,9 @@ class RunConfig(BaseModel):
     groups_per_step: int = Field(9, ge=1)
     samples_per_group: int = Field(8, ge=2)
     groups_ahead: int = Field(9, ge=0, description="groups that may be generated beyond the batch being trained")
-    temperature: float = Field(1.0, ge=1e-6, allow_inf_nan=False, description="under 1e-6 is greedy: nothing to train on")
+    temperature: float = Field(
+        1.0, ge=1e-6, allow_inf_nan=False, description="under 1e-6 is greedy: nothing to train on"
+    )
     learning_rate: float = Field(1e-2, gt=0)
     ratio_bound: float = Field(2.0, ge=1)
     staleness: StalenessPolicy = Field("correct", description="what happens to tokens over max_version_lag")

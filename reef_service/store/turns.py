@@ -213,4 +213,7 @@ def record_of(row: RowMapping, *, group: str = "", reward: float = 0.0) -> Rollo
 
 def _provenance(record: RolloutRecord) -> str:
     data = record.to_json()
-    return json.dumps({name: data[name] for name in ("spans", "segments", "prefills", "sampling") if name in data}, separators=(",", ":"))
+    return json.dumps(
+        {name: data[name] for name in ("spans", "segments", "prefills", "sampling") if name in data},
+        separators=(",", ":"),
+    )

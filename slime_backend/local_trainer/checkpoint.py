@@ -42,5 +42,7 @@ def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
     path = run_dir / CHECKPOINT
     if not path.is_file():
         return None
-    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")  # optimizers take it to their own device
+    state: dict[str, Any] = torch.load(
+        path, weights_only=True, map_location="cpu"
+    )  # optimizers take it to their own device
     return state

@@ -9,6 +9,7 @@ of its memory. On a CPU there is nothing to place.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -86,7 +87,7 @@ def gpus_per_engine(flags: Sequence[str]) -> int:
 def _size(flat: Sequence[str], spellings: Sequence[str]) -> int:
     """The last one counts, as SGLang reads it."""
     size = 1
-    for flag, value in zip(flat, flat[1:], strict=False):
+    for flag, value in itertools.pairwise(flat):
         if flag in spellings:
             if not value.isdecimal() or int(value) < 1:
                 raise RunError(f"engine_flags: {flag} {value!r} must be a whole number from 1 on")

@@ -1,8 +1,8 @@
 """Figures over any number of values in memory of a fixed size. Pure but for `ReceiptCounts`, which spills to the disk.
 
-    Thinned         some of many items, evenly spaced, in their order
-    Median          of few values exactly; of many, of a random sample
-    ReceiptCounts   lost and doubled receipts, exactly
+Thinned         some of many items, evenly spaced, in their order
+Median          of few values exactly; of many, of a random sample
+ReceiptCounts   lost and doubled receipts, exactly
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import IO, Generic, TypeVar
 
 T = TypeVar("T")
 
-MEDIAN_OF = 10_000  # values; of a random sample of so many, a median's place is within 1 % of the middle, 19 times of 20
+MEDIAN_OF = (
+    10_000  # values; of a random sample of so many, a median's place is within 1 % of the middle, 19 times of 20
+)
 PARTS = 64  # of the receipts, looked at one after the other
 IN_MEMORY = 32 * 1024  # bytes of a part, before it goes to the disk
 DIGEST = 12  # bytes: two of a million receipts are alike once in 1e17 runs

@@ -27,6 +27,7 @@ ENGINE_SUMS = (  # over publications and engines
     "tokens_to_prefill_again",
 )
 
+
 def summarise(run_dir: Path) -> dict[str, Any]:
     """The figures of `submitted.jsonl`, the ledger, `publications.jsonl` and `steps.jsonl`.
 

@@ -119,7 +119,9 @@ def test_log_probs_are_the_samplers_whatever_the_shell_says(monkeypatch, tmp_pat
     """With SGLANG_RETURN_ORIGINAL_LOGPROB SGLang returns them at temperature 1. A test may still ask for it."""
     monkeypatch.setenv(ORIGINAL_LOGPROB, "true")
     given = []
-    monkeypatch.setattr("slime_backend.engine_guard.start_guarded", lambda command, environment, log: given.append(environment))
+    monkeypatch.setattr(
+        "slime_backend.engine_guard.start_guarded", lambda command, environment, log: given.append(environment)
+    )
     (engine, _) = make_engines(config(device="cpu"), _model(tmp_path), "v0", tmp_path)
     engine.start()
     assert given[0][ORIGINAL_LOGPROB] == "false"

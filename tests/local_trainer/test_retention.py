@@ -115,7 +115,9 @@ def test_an_audit_checks_the_versions_that_are_there_and_counts_the_others(tmp_p
     assert prune(tmp_path / "weights", 2, 2, set(), "v2") == ["v0"]
     result = audit_run(tmp_path, load_model, rollouts=rollouts)
     assert (result.rollouts, result.gone, result.recorded, result.violations) == (6, 4, 10, [])
-    assert result.clean and "the weights of 4 more were no longer there" in result.verdict.text
+    assert result.clean
+    assert "the weights of 4 more were no longer there" in result.verdict.text
     (tmp_path / "publications.jsonl").unlink()  # the control: versions that were never published are violations
     unknown = audit_run(tmp_path, load_model, rollouts=None)
-    assert {v.fault for v in unknown.violations} == {"unknown version"} and len(unknown.violations) == 4
+    assert {v.fault for v in unknown.violations} == {"unknown version"}
+    assert len(unknown.violations) == 4

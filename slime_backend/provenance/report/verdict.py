@@ -78,9 +78,7 @@ def _concluded(audit: Mapping[str, Any]) -> str:
     return (f"; {verdict['outcome']}: {verdict['text']}" if verdict else "") + going_on
 
 
-def _publications(
-    summary: Mapping[str, Any], publications: Sequence[Mapping[str, Any]], count: int
-) -> list[Finding]:
+def _publications(summary: Mapping[str, Any], publications: Sequence[Mapping[str, Any]], count: int) -> list[Finding]:
     if not publications:
         return []
     findings = []
@@ -98,9 +96,7 @@ def _publications(
                 findings.append(Finding("warning", text))
     if not findings:
         done = _verified(summary)
-        findings.append(
-            Finding("good", f"{_times(count, 'publication')}, each confirmed on every engine{done}.")
-        )
+        findings.append(Finding("good", f"{_times(count, 'publication')}, each confirmed on every engine{done}."))
     stale = summary.get("cached_tokens_first_after_publication_max")
     if stale:
         findings.append(Finding("bad", f"{stale:,} tokens came from the cache right after a publication: stale KV."))
