@@ -43,7 +43,7 @@ class RolloutRecord:
     finished_at: float
     attempts: int = 1  # times the request was sent until an engine in good standing answered it
     session: str = ""  # what belongs together: a conversation of several requests, or the group of the local trainer
-    # Sampling parameters that change the distribution, by SGLang's names (sampling_params.py); stored where there are any.
+    # Sampling parameters that change the distribution, by SGLang's names: sampling_params.py. Stored if there are any.
     sampling: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -65,8 +65,9 @@ class RolloutRecord:
     ) -> RolloutRecord:
         """Build a record from SGLang's /generate answer (with `return_logprob`) of an engine with our plugin.
 
-        Without a `session` its group is taken for one. `sampling`: the request's sampling_params. Raises RecordError where the answer lacks provenance, or has a
-        different number of log-probs than tokens.
+        Without a `session` its group is taken for one. `sampling`: the request's sampling_params.
+
+        Raises RecordError where the answer lacks provenance, or has a different number of log-probs than tokens.
         """
         meta = answer["meta_info"]
         try:

@@ -1,5 +1,6 @@
 """`--reef-save-weights`: every published version as a Hugging Face checkpoint in `<run dir>/weights/<version>`, which
-is what `reef-slime audit` recomputes rollouts from; with `--reef-keep-versions N` the last N. `weights/default` is the checkpoint that the engines started with.
+is what `reef-slime audit` recomputes rollouts from; with `--reef-keep-versions N` the last N. `weights/default` is the
+checkpoint that the engines started with.
 """
 
 from __future__ import annotations
