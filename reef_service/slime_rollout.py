@@ -99,8 +99,8 @@ def not_trainable(sample: Sample, temperature: float) -> dict[str, tuple[int, in
 
 
 def to_slime(sample: Sample, index: int, group: int, temperature: float = 1.0) -> Any:
-    """One trajectory as slime's Sample: all that follows the first prompt is response, masked where it wasn't sampled or
-    isn't trainable."""
+    """One trajectory as slime's Sample: all that follows the first prompt is response, masked where it wasn't
+    sampled or isn't trainable."""
     from slime.utils.types import Sample as SlimeSample
 
     cut = sample.finish_reason == "length"

@@ -56,6 +56,13 @@ def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="keep every published version in the run directory, for reef-slime audit (a whole checkpoint each time)",
     )
     group.add_argument(
+        "--reef-keep-versions",
+        type=_at_least_two,
+        default=None,
+        metavar="N",
+        help="of --reef-save-weights: the last N versions only (default: all); an audit finds no others",
+    )
+    group.add_argument(
         "--reef-load-timeout",
         type=float,
         default=600.0,
@@ -82,6 +89,13 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is negative; 0 allows the trainer's own version only")
+    return number
+
+
+def _at_least_two(text: str) -> int:
+    number = int(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{number} is too few: rollouts of the version before are still in flight")
     return number
 
 

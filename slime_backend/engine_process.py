@@ -148,7 +148,7 @@ class EngineSettings:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             HOOKS_VARIABLE: ",".join(h for h in self.hooks if on_cpu or h not in CPU_HOOKS),
-            # Whatever the shell says: trainer and audit divide by the temperature, so the log-probs must be the sampler's.
+            # Whatever the shell says: trainer and audit divide by the temperature, so log-probs must be the sampler's.
             ORIGINAL_LOGPROB: "false",
         }
         if on_cpu:

@@ -46,9 +46,7 @@ turns = Table(
     Column("prompt_ids", LargeBinary, nullable=False),  # int32, little endian
     Column("output_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),  # float64, little endian
-    Column(
-        "provenance", Text, nullable=False
-    ),  # JSON: spans, segments, prefills, and sampling where the record has any
+    Column("provenance", Text, nullable=False),  # JSON: spans, segments, prefills; sampling if there is any
     Column("class", String, nullable=False),  # "" where provenance is incomplete
     Column("oldest", Integer, nullable=False),  # publication that its oldest sampled token is of
     Column("finish_reason", String, nullable=False),

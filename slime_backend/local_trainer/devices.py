@@ -9,6 +9,7 @@ of its memory. On a CPU there is nothing to place.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -56,9 +57,9 @@ def place(config: RunConfig, *, trains: bool, visible: Callable[[], Sequence[str
     if needed + (on_gpu and index == needed) > len(names) or (index is not None and index >= len(names)):
         trainer = f" and trainer_device={wanted.partition(':')[0]}:{index}" if index is not None else ""
         raise RunError(
-            f"device={config.device}: engines={config.engines} of {each} GPU{'s' if each != 1 else ''} each{trainer} need "
-            f"{max(needed, (index or 0) + (index is not None))} GPUs, {len(names)} are visible; lower engines or --tp-size, "
-            "set trainer_device=cpu, or make more visible (CUDA_VISIBLE_DEVICES)"
+            f"device={config.device}: engines={config.engines} of {each} GPU{'s' if each != 1 else ''} each{trainer} "
+            f"need {max(needed, (index or 0) + (index is not None))} GPUs, {len(names)} are visible; lower engines or "
+            "--tp-size, set trainer_device=cpu, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     if index is not None and index < needed:
         raise RunError(
@@ -74,8 +75,8 @@ def gpus_per_engine(flags: Sequence[str]) -> int:
     for flag in _PLACING:
         if flag in flat:
             raise RunError(
-                f"engine_flags has {flag}: each engine sees its own GPUs only, counted from 0; leave it out, and choose "
-                "GPUs by CUDA_VISIBLE_DEVICES"
+                f"engine_flags has {flag}: each engine sees its own GPUs only, counted from 0; leave it out, and "
+                "choose GPUs by CUDA_VISIBLE_DEVICES"
             )
     sizes = {name: _size(flat, spellings) for name, spellings in _SIZES.items()}
     if "--enable-dp-attention" in flat:  # its ranks share the tensor-parallel group's GPUs
@@ -86,7 +87,7 @@ def gpus_per_engine(flags: Sequence[str]) -> int:
 def _size(flat: Sequence[str], spellings: Sequence[str]) -> int:
     """The last one counts, as SGLang reads it."""
     size = 1
-    for flag, value in zip(flat, flat[1:], strict=False):
+    for flag, value in itertools.pairwise(flat):
         if flag in spellings:
             if not value.isdecimal() or int(value) < 1:
                 raise RunError(f"engine_flags: {flag} {value!r} must be a whole number from 1 on")

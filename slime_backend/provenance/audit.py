@@ -186,7 +186,7 @@ class Audit:
         return bool(missing) and missing <= self._published()
 
     def leave_out(self) -> None:
-        """Count a rollout whose weights are gone before the sample is drawn: it isn't one of those that stand for it."""
+        """Count a rollout whose weights are gone before the sample is drawn: no other stands for it."""
         self._gone += 1
         self._left_out += 1
 
@@ -218,7 +218,8 @@ def audit_run(
     """Audit a run directory: its ledger against `weights/<version>`.
 
     `rollouts`: how many to check; those that lived through a publication first, then a random sample (None: all).
-    Reads the ledger twice, and holds no more of it than the sample, or one rollout where all are checked. Raises AuditError where nothing was recorded.
+    Reads the ledger twice, and holds no more of it than the sample, or one rollout where all are checked. Raises
+    AuditError where nothing was recorded.
     """
     audit = Audit(run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in, seed=seed)
     versions: dict[str, int] = {}

@@ -28,7 +28,7 @@ DIGEST = 12  # bytes: two of a million receipts are alike once in 1e17 runs
 
 @dataclass(slots=True)
 class Thinned(Generic[T]):
-    """At most `room` of the items, every stride-th; the stride doubles where they would be more. The last is kept too."""
+    """At most `room` of the items, every stride-th; the stride doubles where they would be more. The last is kept."""
 
     room: int
     items: list[T] = field(default_factory=list)

@@ -44,7 +44,7 @@ class RolloutRecord:
     finished_at: float
     attempts: int = 1  # times the request was sent until an engine in good standing answered it
     session: str = ""  # what belongs together: a conversation of several requests, or the group of the local trainer
-    # Sampling parameters that change the distribution, by SGLang's names (sampling_params.py); stored where there are any.
+    # Sampling parameters that change the distribution, by SGLang's names: sampling_params.py. Stored if there are any.
     sampling: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod

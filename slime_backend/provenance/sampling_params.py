@@ -7,8 +7,8 @@ An audit or a trainer that has the weights alone can compute log_softmax(logits 
     temperature                    is recomputed: the logits are divided by the record's
     greedy (temperature 0, top_k 1)  SGLang returns log-probs at temperature 1: auditable, but no sample of them: an
                                    importance weight has nothing to be the ratio to
-    top_p, top_k, min_p            cut the distribution after the log-probs were taken: auditable. The ratio of a token is
-                                   that of the two distributions before the cut
+    top_p, top_k, min_p            cut the distribution after the log-probs were taken: auditable. The ratio of a token
+                                   is that of the two distributions before the cut
     penalties, biases, grammars    change the logits first: another distribution than the weights' own
 
 Source: SGLang 0.5.23, layers/sampler.py:158-330 (log-probs), sampling/sampling_batch_info.py (what changes the logits),

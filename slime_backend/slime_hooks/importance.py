@@ -5,6 +5,11 @@ Per token, with the trainer's probability p and that of the version that sampled
     weight = min(p / q, tis_clip)        truncated importance sampling, as slime's own
     weight = 0                           where p / q leaves ratio_low .. ratio_high (0.5 and 5)
 
+Both are at `--rollout-temperature`: slime samples at it and divides its trainer's logits by it (slime 0.3.1,
+backends/megatron_utils/loss.py), so p / q is 1 where the weights are the same, whatever the temperature. A custom
+rollout function that samples at another one would break that; turns of a gateway that did are masked
+(reef_service/slime_rollout.py).
+
 The local trainer gives weight 0 to tokens over `--max-version-lag` only. slime's trainer isn't told which these are (no
 field of its training data could carry it), so here the trusted range holds for every token; a fresh token's ratio is 1
 up to rounding and stays inside. Sources of both formulas: local_trainer/grpo.py, which computes them.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+from slime_backend.engine_process import ORIGINAL_LOGPROB
 from slime_backend.policy import PolicyError
 from slime_backend.runs import new_run_dir
 
@@ -23,6 +25,12 @@ def set_rollout_functions(args: Any, *, asynchronous: bool) -> None:
     """
     if args.staleness != "correct" and args.max_version_lag is None:
         raise PolicyError(f"--staleness {args.staleness} does nothing without a bound; give --max-version-lag as well")
+    temperature = float(getattr(args, "rollout_temperature", 1.0))
+    if temperature != 1.0 and os.environ.get(ORIGINAL_LOGPROB, "").lower() in ("1", "true"):
+        raise PolicyError(
+            f"{ORIGINAL_LOGPROB} is set and --rollout-temperature is {temperature:g}: SGLang would return log-probs at "
+            f"temperature 1, and the trainer computes them at {temperature:g}; unset it"
+        )
     args.reef_asynchronous = asynchronous
     args.reef_run_dir = str(new_run_dir(_wanted_run_dir(args)))
     args.reef_rollout_function_path = args.rollout_function_path

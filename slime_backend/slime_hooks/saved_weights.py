@@ -1,10 +1,12 @@
 """`--reef-save-weights`: every published version as a Hugging Face checkpoint in `<run dir>/weights/<version>`, which
-is what `reef-slime audit` recomputes rollouts from. `weights/default` is the checkpoint that the engines started with.
+is what `reef-slime audit` recomputes rollouts from; with `--reef-keep-versions N` the last N. `weights/default` is the
+checkpoint that the engines started with.
 """
 
 from __future__ import annotations
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,24 @@ def save_published(module: Any) -> None:
             _link_base(weights, Path(self.args.hf_checkpoint))
         if version != before:
             save_hf_model_to_path(self.args, weights / str(version), self.model)
+            if dist.get_rank() == 0:
+                remove_old(weights, int(version), getattr(self.args, "reef_keep_versions", None))
         return result
 
     module.MegatronTrainRayActor.update_weights = update_weights
+
+
+def remove_old(weights: Path, version: int, keep: int | None) -> list[str]:
+    """Remove the versions before the last `keep`; their names. None: nothing goes."""
+    if keep is None:
+        return []
+    numbers = sorted(int(p.name) for p in weights.iterdir() if p.name.isdecimal())
+    gone = [str(number) for number in numbers if number <= version - keep]
+    for name in gone:
+        # The config first: without it the directory is no version for an audit, also after a kill half-way.
+        (weights / name / "config.json").unlink(missing_ok=True)
+        shutil.rmtree(weights / name)
+    return gone
 
 
 def _link_base(weights: Path, checkpoint: Path) -> None:

@@ -104,7 +104,8 @@ def test_every_step_is_tracked_and_a_retired_engine_is_an_alert(train, tmp_path)
     logged = [[f"{family} {step}" for family in ("train", "rollout", "publication")] for step in (1, 2, 3)]
     alert = "Engine retired: engine1 at v2: load: disk full; 1 of 2 engines go on"
     made_up = writer.calls.pop(0)  # these log-probs are nobody's, and v0's rollouts of step 1 claim to be the trainer's
-    assert made_up.startswith("Log-probs differ: step 1: ") and made_up in said
+    assert made_up.startswith("Log-probs differ: step 1: ")
+    assert made_up in said
     assert writer.calls == [*logged[0], alert, *logged[1], *logged[2], f"finish {STEPS * GROUP}"]
     assert (summary["completed"], summary["steps"], summary["publications"]) == (True, STEPS, STEPS)
     assert summary["wandb_run_dir"] is summary["tensorboard_dir"] is None

@@ -77,7 +77,8 @@ def test_the_control_without_the_temperature_is_off_and_is_an_alert(
     assert metrics.ratio_max > 1.2
     for dtype in GAP_AT_LAG_0:  # as large as it is, no dtype explains it
         found = gap_alerts(3, metrics.logprob_gap_at_lag_0, metrics.tokens_at_lag_0, dtype, temperature)
-        assert [a.title for a in found] == ["Log-probs differ"] and found[0].text.startswith("step 3: ")
+        assert [a.title for a in found] == ["Log-probs differ"]
+        assert found[0].text.startswith("step 3: ")
 
 
 def test_several_temperatures_in_one_batch(sharp: Any, token_ids: Callable[[int], list[int]]) -> None:
@@ -134,7 +135,8 @@ def test_only_tokens_of_lag_0_over_their_own_kv_are_compared() -> None:
 
     boundary = next(s.end for s in example("mixed").spans)
     length = len(example("mixed").output_ids)
-    assert fresh("pure", 0) == [1] * length and fresh("pure", 1) == [0] * length
+    assert fresh("pure", 0) == [1] * length
+    assert fresh("pure", 1) == [0] * length
     assert fresh("mixed", 1) == [0] * boundary + [1] * (length - boundary)
     assert example("carried").spans == (Span("v0", 0, boundary), Span("v1", boundary, length))
     assert fresh("carried", 1) == [0] * length
@@ -144,4 +146,5 @@ def test_a_colder_sample_differs_by_more_and_16_bits_by_much_more() -> None:
     assert gap_threshold("float32", 0.5) == 2 * gap_threshold("float32", 1.0) == 2 * gap_threshold("float32", 2.0)
     assert gap_threshold("float32", 1) < gap_threshold("float16", 1) < gap_threshold("bfloat16", 1)
     assert gap_alerts(1, None, 0, "float32", 1.0) == []
-    assert gap_alerts(1, 8e-3, 10, "bfloat16", 1.0) == [] and gap_alerts(1, 8e-3, 10, "float32", 1.0)
+    assert gap_alerts(1, 8e-3, 10, "bfloat16", 1.0) == []
+    assert gap_alerts(1, 8e-3, 10, "float32", 1.0)

@@ -62,7 +62,8 @@ def test_what_changes_the_logits_is_named(name):
 
 
 def test_what_changes_nothing_is_not_recorded():
-    assert transforming(NEUTRAL) == {} and transforming({**NEUTRAL, "top_k": 1 << 30}) == {}
+    assert transforming(NEUTRAL) == {}
+    assert transforming({**NEUTRAL, "top_k": 1 << 30}) == {}
     assert not_auditable(NEUTRAL) == not_trainable(0.7, NEUTRAL) == ""
 
 
@@ -99,11 +100,13 @@ def test_rollouts_that_can_not_be_audited_are_counted_by_name_and_are_no_violati
     assert AuditResult.from_json(json.loads(json.dumps(result.to_json()))) == result
     made_run.write([*good, replace(odd, receipt="bad"), *penalised])  # the control: without parameters it is a fault
     bad = audit_run(made_run.directory, load_model, rollouts=rollouts)
-    assert [v.receipt for v in bad.violations] == ["bad"] and not bad.clean
+    assert [v.receipt for v in bad.violations] == ["bad"]
+    assert not bad.clean
 
 
 def test_a_run_of_which_nothing_can_be_audited_is_not_clean(made_run):
     made_run.write([replace(made_run.record(pure("v1")), sampling={"regex": "a"})])
     result = audit_run(made_run.directory, load_model)
-    assert not result.clean and result.verdict.outcome == "not enough samples"
+    assert not result.clean
+    assert result.verdict.outcome == "not enough samples"
     assert "1 more are not auditable: 1 regex" in result.verdict.text

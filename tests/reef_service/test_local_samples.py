@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from reef_service.client import Batch, Sample
 from reef_service.api.batches import to_json
+from reef_service.client import Batch, Sample
 from reef_service.local_samples import not_trainable, to_groups
 from reef_service.slime_rollout import metrics_of
 from reef_service.slime_rollout import not_trainable as not_slimes
@@ -85,7 +85,8 @@ def test_turns_of_another_distribution_have_no_loss_and_are_named(caplog):
     assert list(group[0].loss_mask) == [1, 1] + [0] * 6
     assert not_trainable(batch) == {"greedy": 4, "frequency_penalty": 2}
     (message,) = [r.getMessage() for r in caplog.records]
-    assert "lease7" in message and "frequency_penalty: 2" in message
+    assert "lease7" in message
+    assert "frequency_penalty: 2" in message
 
 
 def test_slime_trains_at_one_temperature_only():
