@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from slime_backend.wire import REPORTS_PATH
 
@@ -75,7 +76,7 @@ def read_keys(
 def keys_in_flags(flags: Sequence[str], others: EngineKeys) -> EngineKeys:
     """The keys that engines are started with by these flags of sglang.launch_server; `others` where they have none."""
     found = dict.fromkeys(_FLAGS, "")
-    for flag, value in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, value in zip_longest(flags, flags[1:], fillvalue=""):
         name, given, joined = flag.partition("=")
         if name in found:
             found[name] = joined if given else value
