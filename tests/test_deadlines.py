@@ -76,7 +76,7 @@ def test_serve_passes_them_on(run_async):
 def test_publish_passes_them_on(monkeypatch, tmp_path):
     seen = []
 
-    async def publish_checkpoint(policy, urls, checkpoint, version, allow, deadlines):
+    async def publish_checkpoint(policy, urls, checkpoint, version, allow, deadlines, **checks):
         seen.append(deadlines)
         raise OSError("far enough")
 

@@ -182,7 +182,7 @@ class Generation:
             if why := why_no_logprobs(logprobs, meta, len(self.output_ids) - base):
                 raise EngineProtocolError(self.engine, "POST /generate", f"rollout {self.receipt}: {why}")
             self.output_ids += ids
-            self.logprobs += map(float, logprobs)
+            self.logprobs += [float(logprob) for logprob in logprobs if logprob is not None]  # none is: checked above
         self.meta = {k: v for k, v in meta.items() if k != "output_token_logprobs"}
 
 
