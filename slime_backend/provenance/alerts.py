@@ -18,8 +18,8 @@ from slime_backend.publication import PublicationReport
 Level = Literal["WARN", "ERROR"]
 NAMED_RECEIPTS = 3
 # Of the mean |trainer - engine| over tokens of lag 0, at temperature 1, by the engine's dtype. In float32 both compute
-# the same to some 1e-6, to 1e-4 where one of them uses TF32. bfloat16 has 8 bits of mantissa: an honest engine differs by
-# 6e-3 (a model of 2 layers) to a few 1e-2; float16 has three bits more. A forgotten temperature of 0.8 makes 0.17.
+# the same to some 1e-6, to 1e-4 where one of them uses TF32. bfloat16 has 8 bits of mantissa: an honest engine differs
+# by 6e-3 (a model of 2 layers) to a few 1e-2; float16 has three bits more. A forgotten temperature of 0.8 makes 0.17.
 GAP_AT_LAG_0 = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 
 
