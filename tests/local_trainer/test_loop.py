@@ -19,6 +19,7 @@ from slime_backend.local_trainer import loop
 from slime_backend.provenance.report import write
 from slime_backend.provenance.tracker import Tracker
 from slime_backend.publication import EngineOutcome, PublicationReport
+from slime_backend.runs import RunError
 
 from ..provenance.examples import example
 
@@ -128,3 +129,17 @@ def test_training_goes_on_when_the_tracker_fails_and_says_so_once(train, tmp_pat
 def test_training_goes_on_without_a_tracker(train):
     summary, _ = train(Tracker(None))
     assert (summary["completed"], summary["steps"]) == (True, STEPS)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), OSError(28, "No space left on device"), KeyError("x")])
+def test_a_summary_that_fails_loses_neither_the_tracker_nor_the_report(train, tmp_path, monkeypatch, error):
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(loop, "write_summary", fails)
+    monkeypatch.setattr(loop, "report_at_the_end", lambda run_dir, say: reported.append(run_dir))
+    reported, writer = [], Writer()
+    with pytest.raises(RunError, match=rf"^no summary: {type(error).__name__}: [^\n]*summary.json is not$"):
+        train(Tracker(lambda: writer, "W&B"))
+    assert writer.calls[-1] == f"finish {STEPS * GROUP}"
+    assert reported == [tmp_path / "run"]
