@@ -100,9 +100,8 @@ def suffix_logprobs(
     """Log-prob of each row's output tokens given prompt and earlier output: one (length,) per row.
 
     `temperatures`: of every output token, in the order of the rows; None: 1. Every prompt must begin with `prefix`.
-
-    Only output positions go through the output layer, since the logits of a large vocabulary are the largest tensor of
-    a step.
+    Only output positions go through the output layer, since the logits of a large vocabulary are the largest tensor
+    of a step.
     """
     suffixes = [list(prompt[prefix.length :]) + list(output[:-1]) for prompt, output in rows]
     starts = [len(prompt) - prefix.length - 1 for prompt, _ in rows]
