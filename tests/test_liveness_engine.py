@@ -48,7 +48,8 @@ def test_connections_that_break_in_a_long_pause_lose_no_engine_and_no_request(
             return report, answers, [m.status for m in fleet.members.values()], later.attempts
 
     report, answers, status, attempts = run_async(scenario(), 180)
-    assert seen == [False, "alive"]
+    assert seen[1] == "alive"
+    assert sharing == "retract" or seen[0] is False  # after a retract the ends of the lost requests make it answer
     assert report.unconfirmed == {}
     assert [len(a.body["output_ids"]) for a in answers] == [400] * 5
     assert all(a.attempts > 1 for a in answers), "no connection was broken: the test shows nothing"
