@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from tree_only import Cache
 
@@ -36,6 +37,7 @@ def plain(tree: Any) -> None:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # as an engine of ours; more of them would wait for each other on a busy machine
     slots, entries = (int(a) for a in (sys.argv[1:] + ["1000000", "3000"][len(sys.argv) - 1 :])[:2])
     for name, sweep in (("node by node", plain), ("one group", scope.sweep)):
         taken = []
