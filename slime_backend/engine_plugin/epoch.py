@@ -58,6 +58,11 @@ class WeightEpoch:
         """Version name of an epoch."""
         return self._names.get(epoch) or self._current_version()
 
+    def forget_before(self, epoch: int) -> None:
+        """Drop the names of older epochs, which nobody will ask for: a run may publish a hundred thousand times."""
+        for older in [number for number in self._names if number < epoch]:
+            del self._names[older]
+
     def next_order(self) -> int:
         """Place of an admission to prefill inside the current epoch, from 0."""
         order, self._admissions = self._admissions, self._admissions + 1

@@ -96,6 +96,7 @@ def _on_epoch_end(scheduler: Any, ending: int) -> None:
     for req, trace in list(_traces.items()):
         committed = generation.committed_length(req) if holds_kv(req) else None
         trace.publish(ending, committed, sampled_tokens(req))
+    EPOCH.forget_before(min((trace.first_epoch for trace in _traces.values()), default=ending))
 
 
 def _values_of(req: Any) -> dict[str, list[dict[str, Any]]]:

@@ -58,6 +58,11 @@ class RequestTrace:
     _context: list[EpochSpan] = field(default_factory=list)  # of the KV held now, up to the last publication
     _segment_start: int = 0
 
+    @property
+    def first_epoch(self) -> int:
+        """The oldest weight epoch that this record names."""
+        return self.admissions[0].epoch
+
     def admit(self, admission: Admission, sampled: int) -> None:
         """The request holds no KV and is about to be prefilled: prompt and the `sampled` tokens again.
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from slime_backend.engine_plugin import kv_spans
+from slime_backend.engine_plugin.epoch import WeightEpoch
 from slime_backend.engine_plugin.trace import Admission, RequestTrace
 
 
@@ -23,6 +24,14 @@ class Request:
 
     def finished(self) -> bool:
         return self._finished
+
+
+class Waiting:
+    """A request in flight that holds no KV and has sampled nothing."""
+
+    kv = None
+    req_pool_idx = None
+    output_ids: tuple[int, ...] = ()
 
 
 @pytest.fixture
@@ -53,3 +62,29 @@ def test_one_row_a_request_in_their_order_and_each_record_once(admit: Any) -> No
     prefill = {"epoch": 0, "order": 0, "version": "v0", "cached": 4, "total": 10}
     assert columns == {"kv_provenance": [[], [segment], []], "prefills": [[], [prefill], []]}
     assert kv_spans._report([ended]) == {"kv_provenance": [[]], "prefills": [[]]}
+
+
+def test_names_of_epochs_are_kept_as_long_as_a_request_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = ["v0"]
+    weights = WeightEpoch(lambda: served[0])
+    monkeypatch.setattr(kv_spans, "EPOCH", weights)
+    weights.on_end(kv_spans._on_epoch_end)
+
+    def publish(count: int) -> None:
+        for _ in range(count):
+            weights.advance(None)
+            served[0] = f"v{weights.number}"
+
+    try:
+        publish(500)
+        assert len(weights._names) <= 2  # nobody is in flight
+        req = Waiting()
+        trace = kv_spans._traces[req] = RequestTrace(prompt_length=10)
+        trace.admit(Admission(weights.number, 0, 4, 10), sampled=0)
+        publish(40)
+        assert [weights.version(number) for number in (500, 539)] == ["v500", "v539"]
+        kv_spans._traces.clear()
+        publish(1)
+        assert len(weights._names) <= 2
+    finally:
+        kv_spans._traces.clear()
