@@ -20,7 +20,7 @@ from reef_service.store import Store
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, VersionTaken
 from slime_backend.publication import PublicationError, PublicationReport, publish
-from slime_backend.transports import CheckpointTransport, Refused, Transport, refused_by
+from slime_backend.transports import CheckpointTransport, Refused, Transport, is_counted, refused_by
 from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ class GatedTransport:
 
     def __init__(self, inner: Transport, gate: Gate) -> None:
         self.inner, self.gate, self.name = inner, gate, inner.name
+        self.counted = is_counted(inner)
         self.closed = False
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:

@@ -69,15 +69,16 @@ def why_not_swept(before: Reports, after: Reports, policy: Policy) -> list[str]:
     return reasons
 
 
-def why_not_updated(at_pause: Reports, after: Reports) -> list[str]:
+def why_not_updated(at_pause: Reports, after: Reports, *, counted: bool = True) -> list[str]:
     """Every reason why the reports, the later ones of an engine that answered a load with success, don't prove that
-    each rank carried out every update since `at_pause`, and that all tensor ranks are in the same epoch.
+    each rank carried out every update since `at_pause`, and that all tensor ranks are in the same epoch. `counted`:
+    there must have been an update at all.
     """
     reasons = why_not_same(at_pause, after)
     for name, then, now in _pairs(at_pause, after):
         if now.loads.failed > then.loads.failed:
             reasons.append(f"{name} failed to load: {now.loads.last_failure}")
-        elif now.loads.done <= then.loads.done:
+        elif counted and now.loads.done <= then.loads.done:
             reasons.append(f"{name} carried out no update of its weights")
     for number, report in enumerate(after):
         if any(rank.epoch != report.epoch for rank in report.tensor_ranks):

@@ -35,7 +35,7 @@ from slime_backend.evidence import (
 )
 from slime_backend.fleet import Fleet, FleetError, Member, instances_of, readmit_retired, recognise
 from slime_backend.policy import Policy
-from slime_backend.transports import Transport, TransportError, refused_by
+from slime_backend.transports import Transport, TransportError, is_counted, refused_by
 from slime_backend.wire import Loads, SchedulerReport
 
 T = TypeVar("T")
@@ -368,7 +368,8 @@ async def _transact(
             raise NotConfirmed(target.member.name, f"its label reads {found!r}, not {version!r}")
         after = await target.client.reports()
         target.outcome.loads = [rank.loads for report in after for rank in report.ranks]
-        reasons = why_not_updated(target.at_pause, after) + why_not_loaded(target.at_pause, after, policy)
+        reasons = why_not_updated(target.at_pause, after, counted=is_counted(transport))
+        reasons += why_not_loaded(target.at_pause, after, policy)
         if policy.after_pause == "sweep":
             reasons += why_not_swept(target.before, after, policy)
         else:

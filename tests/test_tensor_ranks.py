@@ -152,6 +152,24 @@ def test_a_load_that_no_scheduler_heard_of_is_not_confirmed(run_async: Any) -> N
     assert "rank 0 carried out no update of its weights" in run_async(scenario())
 
 
+def test_a_transport_that_engines_do_not_count_needs_no_count(run_async: Any) -> None:
+    """Its bytes come by RDMA; what a rank failed is still a reason."""
+
+    class Remote(NameTransport):
+        counted = False
+
+        async def load(self, client: EngineClient, version: str) -> None:
+            return None
+
+    async def scenario() -> str:
+        async with FakeEngine() as engine, EngineClient(engine.url, name="e0", deadlines=DEADLINES) as client:
+            fleet = Fleet(decide("disjoint", "retract"), "v0")
+            await admit(fleet, client)
+            return (await publish(fleet, Remote(), "v1")).state
+
+    assert run_async(scenario()) == "resumed"
+
+
 def test_a_report_of_an_older_plugin_is_one_clear_line(run_async: Any) -> None:
     async def scenario() -> str:
         async with FakeEngine() as engine, EngineClient(engine.url, name="e0", deadlines=DEADLINES) as client:

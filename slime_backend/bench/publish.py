@@ -76,6 +76,7 @@ class NoBytes:
     """A Transport that moves nothing: what is left is the publication itself."""
 
     name = "none"
+    counted = False
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
         return None

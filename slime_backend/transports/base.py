@@ -31,9 +31,15 @@ def refused_by(transport: Any, client: EngineClient) -> Refused | None:
     return ask(client) if ask is not None else None
 
 
+def is_counted(transport: Any) -> bool:
+    """Whether an engine counts each of the transport's loads as an update; so unless it says `counted = False`."""
+    return bool(getattr(transport, "counted", True))
+
+
 class Transport(Protocol):
     """May have `why_not(client) -> Refused | None` as well: asked behind `prepare`, it names the engines that `load`
-    couldn't serve, and these aren't paused."""
+    couldn't serve, and these aren't paused. And `counted = False`, where its bytes reach an engine without any of
+    SGLang's update calls (RDMA), or where it moves none: then no count of loads is demanded."""
 
     name: str
 
