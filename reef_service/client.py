@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime_backend.errors import ReefError
 from slime_backend.provenance.sampling_params import not_trainable
 
 TRIES, WAIT_S, MAX_WAIT_S = 8, 0.5, 10.0
 LEASE_GONE = 409
 
 
-class GatewayError(RuntimeError):
+class GatewayError(ReefError, RuntimeError):
     """The gateway refused, or can't be reached; one line."""
 
     def __init__(self, message: str, status: int | None = None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime_backend.errors import ReefError
+
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -23,7 +25,7 @@ _OPENAI = {
 }
 
 
-class ApiError(Exception):
+class ApiError(ReefError):
     """An answer that is not a success. `message` says what was seen and what to do."""
 
     def __init__(

@@ -22,6 +22,7 @@ from slime_backend import __version__, event_loop
 from slime_backend.cli_bench import bench
 from slime_backend.cli_plan import plan
 from slime_backend.config import ConfigError, RunConfig, load_config
+from slime_backend.errors import ReefError
 from slime_backend.kv_holders import NAMES as HOLDER_NAMES
 from slime_backend.policy import decide
 
@@ -356,47 +357,6 @@ def _fail(message: str, code: int = 1) -> None:
     raise typer.Exit(code)
 
 
-def expected_errors() -> tuple[tuple[type[BaseException], ...], tuple[type[BaseException], ...]]:
-    """(usage errors: exit code 2, failures: exit code 1). Anything else is a bug and keeps its traceback."""
-    from slime_backend.bench.rows import BenchError
-    from slime_backend.dispatch import RequestLost
-    from slime_backend.engine_client import EngineError
-    from slime_backend.engine_process import EngineStartError, PortOccupiedError
-    from slime_backend.fleet import FleetError
-    from slime_backend.planner.measured import MeasurementError
-    from slime_backend.planner.traffic import PlanError
-    from slime_backend.policy import PolicyError
-    from slime_backend.provenance.errors import AuditError, LedgerError, RecordError, ReportError, StalenessError
-    from slime_backend.publication import PublicationError
-    from slime_backend.runs import RunError
-
-    usage = (ConfigError, PolicyError, PlanError)
-    failures: tuple[type[BaseException], ...] = (
-        BenchError,
-        MeasurementError,
-        EngineError,
-        EngineStartError,
-        PortOccupiedError,
-        FleetError,
-        RequestLost,
-        PublicationError,
-        AuditError,
-        LedgerError,
-        RecordError,
-        ReportError,
-        StalenessError,
-        RunError,
-        FloatingPointError,  # a training that diverged
-        OSError,
-    )
-    if "reef_service.cli_gateway" in sys.modules:
-        from reef_service.store import StoreError
-        from reef_service.text.tokenizer import TokenizerError
-
-        failures = (*failures, StoreError, TokenizerError)
-    return usage, failures
-
-
 def main() -> None:
     """Console script."""
     try:
@@ -404,13 +364,10 @@ def main() -> None:
     except KeyboardInterrupt:
         typer.echo("reef-slime: interrupted; what was recorded so far is complete", err=True)
         sys.exit(130)
-    except Exception as error:
-        usage, failures = expected_errors()
-        if isinstance(error, usage):
-            _exit(error, 2)
-        if isinstance(error, failures):
-            _exit(error, 1)
-        raise
+    except ReefError as error:
+        _exit(error, error.exit_code)
+    except (OSError, FloatingPointError) as error:  # of the disk, of a training that diverged: Python's own classes
+        _exit(error, 1)
 
 
 def _exit(error: BaseException, code: int) -> None:

@@ -14,11 +14,12 @@ from slime_backend.engine_client import Deadlines
 from slime_backend.engine_keys import EngineKeys, KeyMissing, keys_in_flags, read_keys, without_keys
 from slime_backend.engine_plugin import check_names
 from slime_backend.engine_process import RUN_HOOKS
+from slime_backend.errors import UsageError
 from slime_backend.policy import AskedSharing, Layout, Policy, PolicyError, decide
 from slime_backend.provenance.staleness import StalenessPolicy
 
 
-class ConfigError(ValueError):
+class ConfigError(UsageError, ValueError):
     """The configuration can't be used; one line says which key, what was seen and what is possible."""
 
 

@@ -23,17 +23,18 @@ from typing import Any
 
 from slime_backend import liveness
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused
+from slime_backend.errors import ReefError
 from slime_backend.fleet import Fleet, FleetError, Member
 
 ATTEMPTS = 8  # that ended in something other than a refusal for now
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.1, 5.0  # each is a random share, at least half, of what doubles every time
 
 
-class RequestLost(RuntimeError):
+class RequestLost(ReefError, RuntimeError):
     """No engine in good standing answered; the message has the last reason."""
 
 
-class OtherVersion(RuntimeError):
+class OtherVersion(ReefError, RuntimeError):
     """An engine answered under a version that it isn't confirmed at."""
 
 

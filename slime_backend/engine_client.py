@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime_backend.engine_keys import EngineKeys
+from slime_backend.errors import EngineFault
 from slime_backend.http_channel import HttpChannel, Stream
 from slime_backend.policy import PauseMode
 from slime_backend.wire import REPORT_KEY, REPORTS_PATH, SchedulerReport, WireError
@@ -40,14 +41,14 @@ class Deadlines:
     generate: float = 3600.0
 
 
-class EngineError(RuntimeError):
+class EngineError(EngineFault, RuntimeError):
     """A call to an engine failed. `took_effect` is False, or None when that can't be known."""
 
     took_effect: bool | None = None
 
-    def __init__(self, engine: str, call: str, seen: str) -> None:
-        super().__init__(f"{engine}: {call}: {seen}")
-        self.engine, self.call, self.seen = engine, call, seen
+    def __init__(self, engine: str, call: str, seen: str, *, status: int | None = None) -> None:
+        super().__init__(engine, seen, status, doing=call)
+        self.call = call
 
 
 class EngineUnreachable(EngineError):
@@ -70,8 +71,8 @@ class EngineRefused(EngineError):
     def __init__(
         self, engine: str, call: str, seen: str, *, status: int | None = None, retry_after_s: float | None = None
     ) -> None:
-        super().__init__(engine, call, seen)
-        self.status, self.retry_after_s = status, retry_after_s
+        super().__init__(engine, call, seen, status=status)
+        self.retry_after_s = retry_after_s
 
     @property
     def for_now(self) -> bool:

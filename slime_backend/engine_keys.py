@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from slime_backend.errors import ReefError
 from slime_backend.wire import REPORTS_PATH
 
 API_VARIABLE = "REEF_SLIME_ENGINE_API_KEY"
@@ -24,7 +25,7 @@ HIDDEN = "***"
 _FLAGS = ("--api-key", "--admin-api-key")
 
 
-class KeyMissing(ValueError):
+class KeyMissing(ReefError, ValueError):
     """A key can't be read; the message names the variable, never the key."""
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slime_backend import engine_guard
+from slime_backend.errors import ReefError
 from slime_backend.wire import HOOKS_VARIABLE
 
 LOOPBACK = "127.0.0.1"
@@ -49,7 +50,7 @@ RUN_HOOKS = (
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever http_proxy says
 
 
-class EngineStartError(RuntimeError):
+class EngineStartError(ReefError, RuntimeError):
     """The engine did not become ready; the message has its last error line and its log."""
 
 

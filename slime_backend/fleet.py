@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slime_backend.engine_client import EngineClient, EngineError
+from slime_backend.errors import ReefError
 from slime_backend.evidence import named_ranks, why_ranks_missing
 from slime_backend.kv_holders import unhandled
 from slime_backend.policy import Policy, check_radix_setting
@@ -36,7 +37,7 @@ READMIT_S = 5.0  # for each retired engine, all at once: a publication waits for
 MOST_NAMES = 10_000  # of earlier versions that are remembered; a run counts upwards
 
 
-class FleetError(RuntimeError):
+class FleetError(ReefError, RuntimeError):
     """The fleet can't do what was asked; the message names the engine and the way out."""
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from slime_backend.errors import UsageError
+
 Layout = Literal["colocated", "disjoint"]
 PauseMode = Literal["abort", "retract", "in_place"]
 PrefixSharing = Literal["off", "retract", "scoped", "unsafe"]
@@ -23,7 +25,7 @@ AskedSharing = Literal[PrefixSharing, "auto"]  # auto becomes one of the others 
 AfterPause = Literal["nothing", "flush", "sweep"]
 
 
-class PolicyError(ValueError):
+class PolicyError(UsageError, ValueError):
     """The asked combination can't be run safely; the message says why and names the ways out."""
 
 

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 from slime_backend.engine_client import EngineClient, EngineError
+from slime_backend.errors import EngineFault, ReefError
 from slime_backend.evidence import (
     why_not_flushed,
     why_not_loaded,
@@ -35,7 +36,7 @@ from slime_backend.evidence import (
 )
 from slime_backend.fleet import Fleet, FleetError, Member, instances_of, readmit_retired, recognise
 from slime_backend.policy import Policy
-from slime_backend.transports import Transport, TransportError, is_counted, refused_by
+from slime_backend.transports import Transport, is_counted, refused_by
 from slime_backend.wire import Loads, SchedulerReport
 
 T = TypeVar("T")
@@ -47,15 +48,11 @@ MAX_FLUSH_RETRY_S = 0.5
 GRAMMAR_MOMENTS, GRAMMAR_MOMENT_S = 5, 1.0  # resumed so often, for at most so long each, until grammars are compiled
 
 
-class NotConfirmed(RuntimeError):
+class NotConfirmed(EngineFault, RuntimeError):
     """An engine's own counts contradict, or don't prove, what a step was meant to do."""
 
-    def __init__(self, engine: str, seen: str) -> None:
-        super().__init__(f"{engine}: {seen}")
-        self.engine, self.seen = engine, seen
 
-
-class PublicationError(RuntimeError):
+class PublicationError(ReefError, RuntimeError):
     """No engine reached the new version. `report` says what happened on each."""
 
     def __init__(self, report: PublicationReport) -> None:
@@ -131,7 +128,7 @@ async def _on_all(targets: Sequence[_Target], step: str, action: Callable[[_Targ
         started = time.perf_counter()
         try:
             await action(target)
-        except (EngineError, FleetError, NotConfirmed, TransportError) as error:
+        except (EngineFault, FleetError) as error:
             target.outcome.failed_step = step
             target.outcome.reason = getattr(error, "seen", str(error))
             return False
@@ -439,7 +436,7 @@ async def _resume_all(
                     target.outcome.paused_ms = answered
                     return
                 raise NotConfirmed(target.member.name, "; ".join(reasons))
-            except (EngineError, NotConfirmed):  # a second resume is harmless, a paused engine isn't
+            except EngineFault:  # a second resume is harmless, a paused engine isn't
                 if attempt == RESUME_TRIES - 1:
                     raise
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slime_backend.errors import ReefError
 
-class RunError(RuntimeError):
+
+class RunError(ReefError, RuntimeError):
     """The run can't start or go on; one line."""
 
 

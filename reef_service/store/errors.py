@@ -1,7 +1,9 @@
 """What the store refuses, in one line each."""
 
+from slime_backend.errors import ReefError
 
-class StoreError(RuntimeError):
+
+class StoreError(ReefError, RuntimeError):
     """The store can't be opened, read or written."""
 
 

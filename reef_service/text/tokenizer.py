@@ -11,6 +11,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from reef_service.text.template import ChatTemplate
+from slime_backend.errors import ReefError
 
 # Tags that structure an answer; kept in the text where a tokenizer has them as special tokens.
 KEPT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -19,7 +20,7 @@ WINDOW = 24  # tokens that are decoded together
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
 
 
-class TokenizerError(RuntimeError):
+class TokenizerError(ReefError, RuntimeError):
     """The model's directory has no usable tokenizer; one line."""
 
 

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slime_backend.errors import ReefError
+
 Spread = tuple[float, float]  # the middle half of the rounds: a quarter of them lies below it, a quarter above
 
 
-class BenchError(RuntimeError):
+class BenchError(ReefError, RuntimeError):
     """A bench can't measure what it says; the message is one line."""
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slime_backend.errors import ReefError
+
 # Flag and its values; none of them has another value that works without a GPU.
 NEEDED: tuple[tuple[str, ...], ...] = (
     # SGLang: the Hugging Face model code runs without CUDA kernels.
@@ -45,7 +47,7 @@ REFUSED = ("--offload",)
 PRECISIONS = {"--bf16", "--fp16"}
 
 
-class GpuFlagError(ValueError):
+class GpuFlagError(ReefError, ValueError):
     """The job has a flag that can't be overruled and can't work on a CPU."""
 
 

@@ -11,12 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
+from slime_backend.errors import ReefError
 from slime_backend.import_hooks import on_source
 
 WRITTEN_FOR = "megatron-core 0.19.2 and slime 0.3.1"
 
 
-class SourceMovedError(RuntimeError):
+class SourceMovedError(ReefError, RuntimeError):
     """A module no longer contains the text that a shim was written for.
 
     Not an ImportError: Megatron-core and SGLang pass over those where they try optional packages.

@@ -8,11 +8,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slime_backend.errors import UsageError
+
 LENGTHS = 32  # that stand for a distribution of answers
 CHUNK = 8192  # SGLang's usual chunked_prefill_size on a GPU
 
 
-class PlanError(ValueError):
+class PlanError(UsageError, ValueError):
     """A plan can't be made of what was given; the message is one line."""
 
 

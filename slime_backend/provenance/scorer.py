@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import DynamicCache
 
+from slime_backend.errors import ReefError
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling_params import scored_temperature
 from slime_backend.wire import KvSegment, Span
@@ -26,7 +27,7 @@ MODELS_IN_MEMORY = 4
 LoadModel = Callable[[Path], Any]  # directory -> a Hugging Face causal LM in eval mode
 
 
-class WeightsGoneError(RuntimeError):
+class WeightsGoneError(ReefError, RuntimeError):
     """The weights of a version aren't on disk (anymore)."""
 
 

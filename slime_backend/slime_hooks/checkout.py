@@ -9,10 +9,12 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
+from slime_backend.errors import ReefError
+
 VARIABLE = "SLIME_SRC"
 
 
-class SlimeNotFoundError(RuntimeError):
+class SlimeNotFoundError(ReefError, RuntimeError):
     """slime's package or one of its scripts isn't there; the message says where it was looked for."""
 
 

@@ -19,13 +19,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime_backend.errors import ReefError
+
 FLAGS_KEY = "cli_flags_slime_utils_arguments_py"
 FLAGS_FILE = "slime/utils/arguments.py"
 
 Symbols = Mapping[str, Iterable[str]]  # module -> top-level names
 
 
-class ContractError(ValueError):
+class ContractError(ReefError, ValueError):
     """A contract can't be made from this directory; the message says what was looked for and where."""
 
 

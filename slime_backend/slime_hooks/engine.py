@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from slime_backend.engine_process import RUN_HOOKS
+from slime_backend.errors import ReefError
 from slime_backend.import_hooks import ModuleFunction
 from slime_backend.policy import Policy
 from slime_backend.slime_hooks import local_checkpoint, router
@@ -23,7 +24,7 @@ CPU_HOOK = "cpu_attention"
 IDENTITY = ("model_path", "random_seed", "nccl_port")
 
 
-class WrongEngineError(RuntimeError):
+class WrongEngineError(ReefError, RuntimeError):
     """Another server answers at the address of the engine that was started."""
 
 

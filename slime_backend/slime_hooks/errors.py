@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from slime_backend.errors import ReefError
 from slime_backend.publication import PublicationError
 
 
-class PublicationFailed(RuntimeError):
+class PublicationFailed(ReefError, RuntimeError):
     """No engine reached the new version; the message names each engine, the step and what it answered."""
 
 

@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from slime_backend.errors import ReefError
+
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
@@ -36,7 +38,7 @@ STATE = ".reef_slime"  # a directory beside the weights: which version they are,
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ReefError, RuntimeError):
     """The published weights can't be brought here; the message names the file."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from slime_backend import cpu
 from slime_backend.cpu import environment, loopback
+from slime_backend.errors import ReefError
 from slime_backend.slime_hooks import checkout, patches, worker_setup
 
 # Read by every worker; a cluster's workers don't inherit the driver's environment.
@@ -19,7 +20,7 @@ OBJECT_STORE_BYTES = 256 * 2**20
 EXTRA_CPUS = 4
 
 
-class RayStartedTooEarlyError(RuntimeError):
+class RayStartedTooEarlyError(ReefError, RuntimeError):
     """Ray runs already in this process, without our hook."""
 
 

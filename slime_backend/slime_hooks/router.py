@@ -9,12 +9,14 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+from slime_backend.errors import ReefError
+
 CALL_S = 10.0
 LISTED_S = 60.0  # the router asks a new engine about itself before it routes to it
 POLL_S = 0.1
 
 
-class RouterError(RuntimeError):
+class RouterError(ReefError, RuntimeError):
     """The router didn't do what was asked; the message names it and the engine."""
 
 

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from slime_backend.engine_client import EngineClient
+from slime_backend.errors import EngineFault
 
 
-class TransportError(RuntimeError):
+class TransportError(EngineFault, RuntimeError):
     """The bytes didn't reach an engine."""
-
-    def __init__(self, engine: str, seen: str) -> None:
-        super().__init__(f"{engine}: {seen}")
-        self.engine, self.seen = engine, seen
 
 
 @dataclass(frozen=True, slots=True)
