@@ -139,4 +139,4 @@ def test_a_group_that_is_too_small_for_both_ranks_is_refused_where_it_is_made(
             await mover.prepare("x", [client])
             return mover._unjoined
 
-    assert "tensor rank 1: Failed to initialize custom process group" in run_async(scenario(), 60)["engine0"]
+    assert "tensor rank 1: Failed to initialize custom process group" in run_async(scenario(), 60)["engine0"].why

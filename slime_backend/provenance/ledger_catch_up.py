@@ -94,16 +94,22 @@ def _index_lines(index: LedgerIndex, segment: Segment, damage: Damage) -> tuple[
 
     Each line is compared with what the index has of it, since a disk may have failed in the middle of the file.
     """
-    there = {row: (row, offset, entry) for row, offset, entry in _lines_from(segment.path, 0, 0, damage)}
     indexed = index.places(segment.number)
-    stale = sum(
-        1 for row, place in indexed.items() if row not in there or place != (there[row][1], there[row][2].receipt)
-    )
-    if not stale:
-        return _add_all(index, segment.number, (item for row, item in there.items() if row not in indexed)), ""
-    index.forget(segment.number)
-    rows = _add_all(index, segment.number, iter(there.values()))
-    return rows, f"segment {segment.number} isn't the file that was indexed; it is indexed anew"
+    unseen, new, stale = set(indexed), 0, False
+    for row, offset, entry in _lines_from(segment.path, 0, 0, damage):
+        place = indexed.get(row)
+        new += place is None
+        stale |= place is not None and place != (offset, entry.receipt)
+        unseen.discard(row)
+    wrong = ""
+    if stale or unseen:
+        index.forget(segment.number)
+        indexed, wrong = {}, f"segment {segment.number} isn't the file that was indexed; it is indexed anew"
+    elif not new:
+        return 0, ""
+    # Read again instead of kept: a segment has many lines.
+    lines = _lines_from(segment.path, 0, 0, Damage())
+    return _add_all(index, segment.number, (line for line in lines if line[0] not in indexed)), wrong
 
 
 def is_current(index: LedgerIndex, segments: Sequence[Segment]) -> bool:

@@ -1,13 +1,16 @@
 """A run in Weights & Biases: metrics, the rollout table, alerts, and on request artifacts that refer to its files.
 
 W&B 0.30 and 0.31 lose what an offline run recorded last, now and then: their service ends without writing its buffer.
-So what is told to an offline run is kept, the last of it is looked for in the file, and where it is missing everything
-is told once more. A killed run loses what its service held (it writes blocks of 32 KiB): a resumed run logs every row
+So what an offline run gets is kept in a file, the last of it is looked for in W&B's, and where it is missing everything
+is logged once more. A killed run loses what its service held (it writes blocks of 32 KiB): a resumed run logs every row
 of its own files again, in the same order, so its file is complete and agrees with the earlier one row by row.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import mmap
 import shutil
 import tempfile
 import time
@@ -22,7 +25,8 @@ from slime_backend.provenance.tracker import STEP_METRICS, TABLE_COLUMNS, plain_
 
 ARTIFACT_S = 60  # to wait for an artifact to be stored, online
 END = "reef/recorded_to_its_end"  # of the summary: the last thing that a run is told
-TIMES = 8  # that an offline run is told everything
+TIMES = 8  # that everything is logged to an offline run
+KEPT = ".wandb-rows.jsonl"  # in the run directory, while an offline run is under way: what it got, row by row
 WRITTEN_S = 1.0  # after a run's end
 
 
@@ -54,7 +58,8 @@ class WandbWriter:
             "mode": mode,
             "config": dict(settings),
         }
-        self._told: list[Callable[[Any], None]] = []
+        self._kept = None if self._online else (run_dir / KEPT).open("w")
+        self._last: list[Callable[[Any], None]] = []  # of the run's end
         self._run = self._begin(run_dir)
         self._there = self._rows_there()
         self.directory: str | None = str(Path(self._run.dir).parent)
@@ -67,9 +72,13 @@ class WandbWriter:
             run.define_metric(f"{family}/*", step_metric=step)
         return run
 
-    def _tell(self, what: Callable[[Any], None]) -> None:
-        if not self._online:
-            self._told.append(what)
+    def _keep(self, kind: str, content: Mapping[str, Any]) -> None:
+        """On disk, not in memory: a run may log a hundred thousand steps."""
+        if self._kept is not None:
+            self._kept.write(json.dumps({kind: content}) + "\n")
+
+    def _at_the_end(self, what: Callable[[Any], None]) -> None:
+        self._last.append(what)
         what(self._run)
 
     def _rows_there(self) -> dict[str, int]:
@@ -83,24 +92,30 @@ class WandbWriter:
     def log(self, family: str, step: int, row: Mapping[str, float | int]) -> None:
         if step <= self._there.get(family, -1):
             return
-        self._tell(lambda run: run.log({STEP_METRICS[family]: step, **row}))
+        content = {STEP_METRICS[family]: step, **row}
+        self._keep("row", content)
+        self._run.log(content)
 
     def alert(self, alert: Alert) -> None:
-        self._tell(lambda run: run.alert(title=alert.title, text=alert.text, level=alert.level))
+        content = {"title": alert.title, "text": alert.text, "level": alert.level}
+        self._keep("alert", content)
+        self._run.alert(**content)
 
     def finish(self, summary: Mapping[str, Any], table: Sequence[tuple[Any, ...]]) -> None:
         """Raises OSError where W&B's file is not whole after several attempts."""
         columns, rows = list(TABLE_COLUMNS), [list(row) for row in table]
         figures = {**plain_figures(summary), END: True}
         try:
-            self._tell(lambda run: run.log({"rollouts": self._wandb.Table(columns=columns, data=rows)}))
+            self._at_the_end(lambda run: run.log({"rollouts": self._wandb.Table(columns=columns, data=rows)}))
             if self._with_artifacts:
-                self._tell(self._log_artifacts)
-            self._tell(lambda run: run.summary.update(figures))
+                self._at_the_end(self._log_artifacts)
+            self._at_the_end(lambda run: run.summary.update(figures))
         finally:
             self._run.finish()
-        if not self._online:
+        if self._kept is not None:
+            self._kept.close()
             self._make_whole(Path(str(self.directory)))
+            (self._run_dir / KEPT).unlink(missing_ok=True)
 
     def _make_whole(self, directory: Path) -> None:
         for _ in range(TIMES - 1):
@@ -108,13 +123,23 @@ class WandbWriter:
                 return
             with tempfile.TemporaryDirectory(dir=self._run_dir, prefix=".wandb-") as again:
                 run = self._begin(Path(again))
-                for what in self._told:
+                self._log_kept(run)
+                for what in self._last:
                     what(run)
                 run.finish()
                 shutil.rmtree(directory)
                 shutil.move(Path(run.dir).parent, directory)
         if not _is_whole(directory):
             raise OSError(f"W&B left {directory} without what it was told last; the run's own files have all of it")
+
+    def _log_kept(self, run: Any) -> None:
+        with (self._run_dir / KEPT).open() as kept:
+            for line in kept:
+                content = json.loads(line)
+                if "row" in content:
+                    run.log(content["row"])
+                else:
+                    run.alert(**content["alert"])
 
     def _log_artifacts(self, run: Any) -> None:
         """Per step, the rollouts that were trained on and the weight version that came of them.
@@ -148,8 +173,15 @@ class WandbWriter:
 def _is_whole(directory: Path) -> bool:
     """Whether the file of an offline run has what the run was told last; it may come a moment after the run's end."""
     until = time.monotonic() + WRITTEN_S
-    while not any(END.encode() in file.read_bytes() for file in directory.glob("*.wandb")):
+    while not any(_holds(file, END.encode()) for file in directory.glob("*.wandb")):
         if time.monotonic() > until:
             return False
         time.sleep(0.05)
     return True
+
+
+def _holds(file: Path, text: bytes) -> bool:
+    """Whether the file has these bytes, without reading it into memory."""
+    with contextlib.suppress(ValueError), file.open("rb") as opened:  # an empty file can't be mapped
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ).rfind(text) >= 0
+    return False
