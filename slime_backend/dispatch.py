@@ -24,9 +24,10 @@ from typing import Any
 from slime_backend import liveness
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused
 from slime_backend.errors import ReefError
-from slime_backend.fleet import Fleet, FleetError, Member
+from slime_backend.fleet import Fleet, FleetError, Member, offer_return
 
 ATTEMPTS = 8  # that ended in something other than a refusal for now
+OFFERS, OFFER_S = 4, 1.0  # to engines that are all retired, to be admitted again, and the seconds between two
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.1, 5.0  # each is a random share, at least half, of what doubles every time
 
 
@@ -187,11 +188,21 @@ async def _unless_lost(sent: Sent, body: Mapping[str, Any]) -> dict[str, Any] | 
 
 
 async def wait_routable(fleet: Fleet) -> None:
-    """Return once some engine is routable. Raises FleetError where none will be, or none is for `fleet.wait_s`."""
+    """Return once some engine is routable. Raises FleetError where none is for `fleet.wait_s`, or where all are retired
+    and none of them can be admitted again.
+    """
     until = time.monotonic() + fleet.wait_s
+    offers = 0
     while not fleet.routable():
         left = until - time.monotonic()
         everybody_retired = bool(fleet.members) and len(fleet.retired()) == len(fleet.members)
+        if everybody_retired and offers < OFFERS and not fleet.publishing.locked():
+            # A network that was away for a moment takes all engines at once, and nobody else may ask them again.
+            offers += 1
+            await offer_return(fleet)
+            if not fleet.routable():
+                await fleet.wait_changed(OFFER_S)
+            continue
         if left <= 0 or everybody_retired:
             named = "; ".join(f"{m.name}: {m.reason}" for m in fleet.members.values() if m.reason) or "none has joined"
             raise FleetError(f"no engine left to send requests to ({named})")

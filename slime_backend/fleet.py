@@ -86,6 +86,7 @@ class Fleet:
     wait_s: float = 60.0  # how long a request waits while no engine can take it
     # Two publications at once would interleave their pauses and loads.
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    returning: asyncio.Future[None] | None = None  # an offer of admission to the retired ones, under way
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     next_version: str | None = None  # the one that is being published
     _begun: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_VERSIONS))  # versions of the last publications
@@ -313,6 +314,13 @@ async def readmit_retired(fleet: Fleet, deadline_s: float = READMIT_S) -> None:
     """
     retired = [member for member in fleet.members.values() if member.status == "retired"]
     await asyncio.gather(*(_readmit(fleet, member, deadline_s) for member in retired))
+
+
+async def offer_return(fleet: Fleet) -> None:
+    """As `readmit_retired`, once for all who ask at the same time."""
+    if fleet.returning is None or fleet.returning.done():
+        fleet.returning = asyncio.ensure_future(readmit_retired(fleet))
+    await asyncio.shield(fleet.returning)
 
 
 async def _readmit(fleet: Fleet, member: Member, deadline_s: float) -> None:

@@ -7,10 +7,11 @@ import asyncio
 import pytest
 
 from reef_service.watch import Watch
-from slime_backend import liveness
+from slime_backend import dispatch, liveness
 from slime_backend.dispatch import generate
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_process import EngineStartError
+from slime_backend.fleet import FleetError
 from slime_backend.liveness import look
 from slime_backend.local_trainer import local_fleet
 from slime_backend.publication import publish
@@ -214,3 +215,26 @@ def test_up_keeps_engines_that_are_paused_or_load_and_ends_when_one_is_gone(run_
     with pytest.raises(EngineStartError, match=r"engine1 no longer answers at http.*: its process has ended"):
         run_async(scenario())
     assert {life for _, life in looked[:6]} == {"alive", "busy"}
+
+
+@pytest.mark.parametrize("offers", [dispatch.OFFERS, 0])
+def test_a_network_that_was_away_for_a_moment_ends_no_run(run_async, monkeypatch, offers):
+    """The only engine is out of reach, is retired for it, and comes back. The control: without the offers the request
+    fails at once."""
+    monkeypatch.setattr(dispatch, "OFFERS", offers)
+
+    async def scenario():
+        async with fake_fleet(1) as (fleet, engines):
+            engines[0].dead = True
+            asked = asyncio.create_task(generate(fleet, request(5)))
+            while not fleet.retired() and not asked.done():
+                await asyncio.sleep(0.005)
+            engines[0].dead = False
+            return (await asked).body["output_ids"], fleet.members["engine0"].status
+
+    if offers:
+        ids, status = run_async(scenario())
+        assert (len(ids), status) == (5, "confirmed")
+    else:
+        with pytest.raises(FleetError, match="no engine left"):
+            run_async(scenario())
