@@ -19,7 +19,11 @@ def named_ranks(reports: Reports) -> Iterator[tuple[str, SchedulerReport]]:
     """Every rank that reports, with its name in a reason."""
     for number, report in enumerate(reports):
         for rank in report.ranks:
-            yield f"rank {number}" + (f", tensor rank {rank.tensor_rank}" if report.tensor_size > 1 else ""), rank
+            yield _name(number, report, rank), rank
+
+
+def _name(number: int, report: SchedulerReport, rank: SchedulerReport) -> str:
+    return f"rank {number}" + (f", tensor rank {rank.tensor_rank}" if report.tensor_size > 1 else "")
 
 
 def _pairs(before: Reports, after: Reports) -> Iterator[tuple[str, SchedulerReport, SchedulerReport]]:
@@ -73,14 +77,20 @@ def why_not_updated(at_pause: Reports, after: Reports, *, counted: bool = True) 
     """Every reason why the reports, the later ones of an engine that answered a load with success, don't prove that
     each rank carried out every update since `at_pause`, and that all tensor ranks are in the same epoch. `counted`:
     there must have been an update at all.
+
+    A failed update is no reason where the rank that answers counted it too, since the sender was told and sent again,
+    and where the last one was carried out.
     """
     reasons = why_not_same(at_pause, after)
-    for name, then, now in _pairs(at_pause, after):
-        if now.loads.failed > then.loads.failed:
-            reasons.append(f"{name} failed to load: {now.loads.last_failure}")
-        elif counted and now.loads.done <= then.loads.done:
-            reasons.append(f"{name} carried out no update of its weights")
-    for number, report in enumerate(after):
+    for number, (before, report) in enumerate(zip(at_pause, after, strict=False)):
+        answered = report.loads.failed - before.loads.failed
+        for then, now in zip(before.ranks, report.ranks, strict=False):
+            name = _name(number, report, now)
+            failed = now.loads.failed - then.loads.failed
+            if failed > answered or (failed and now.loads.last_failed):
+                reasons.append(f"{name} failed to load: {now.loads.last_failure}")
+            elif counted and now.loads.done <= then.loads.done:
+                reasons.append(f"{name} carried out no update of its weights")
         if any(rank.epoch != report.epoch for rank in report.tensor_ranks):
             epochs = ", ".join(str(rank.epoch) for rank in report.ranks)
             reasons.append(f"rank {number}'s tensor ranks are in different epochs ({epochs})")

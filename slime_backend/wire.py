@@ -143,11 +143,15 @@ class KvEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Updates of weights that one scheduler process carried out since its start, by its own outcome alone."""
+    """Updates of weights that one scheduler process carried out since its start.
+
+    By its own outcome alone; on the rank that answers, failed where any rank that it answers for failed.
+    """
 
     done: int
     failed: int
     last_failure: str | None
+    last_failed: bool  # whether the last one failed: a sender may send again what failed at first
 
     @classmethod
     def from_json(cls, data: Any) -> Loads:
@@ -162,7 +166,7 @@ class SchedulerReport:
     hooks: dict[str, str]  # hook name -> "active", "not needed", or why it is neither
     epoch: int  # weight mutations since start
     kv: KvEvidence
-    loads: Loads = Loads(0, 0, None)
+    loads: Loads = Loads(0, 0, None, False)
     tensor_rank: int = 0
     tensor_size: int = 1
     tensor_ranks: tuple[SchedulerReport, ...] = ()  # the other tensor ranks that this one answers for

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime_backend.engine_client import EngineClient, EngineProtocolError
+from slime_backend.engine_client import EngineClient, EngineProtocolError, EngineRefused
 from slime_backend.evidence import why_not_same
 from slime_backend.fleet import EngineUnfit, Fleet, admit
 from slime_backend.policy import decide
@@ -20,8 +20,18 @@ from tests.helpers import DEADLINES
 SEEN = "no such directory on this node"
 # What tensor rank 1 reports once the weights are loaded, and how the reason names it.
 LOAD_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "its load failed": ({"loads": {"done": 0, "failed": 1, "last_failure": SEEN}}, f"failed to load: {SEEN}"),
-    "it carried out no load": ({"loads": {"done": 0, "failed": 0, "last_failure": None}}, "carried out no update"),
+    "its load failed": (
+        {"loads": {"done": 0, "failed": 1, "last_failure": SEEN, "last_failed": True}},
+        f"failed to load: {SEEN}",
+    ),
+    "its first update failed and nobody was told": (
+        {"loads": {"done": 7, "failed": 1, "last_failure": SEEN, "last_failed": False}},
+        f"failed to load: {SEEN}",
+    ),
+    "it carried out no load": (
+        {"loads": {"done": 0, "failed": 0, "last_failure": None, "last_failed": False}},
+        "carried out no update",
+    ),
     "it is in another epoch": ({"epoch": 17}, "different epochs"),
     "it runs on": ({"kv": {"paused": False}}, "tensor rank 1 isn't paused"),
     "it is another process": ({"instance_id": "restarted"}, "tensor rank 1 restarted"),
@@ -109,7 +119,7 @@ def test_the_answers_alone_would_confirm_it(run_async: Any) -> None:
         async with FakeEngine(tensor_ranks=2) as engine:
             await publish_with(engine, "retract", {1: LOAD_FAULTS["its load failed"][0]})
             own = engine.ranks[0].report(engine.hooks)
-            assert own["loads"] == {"done": 1, "failed": 0, "last_failure": None}
+            assert own["loads"] == {"done": 1, "failed": 0, "last_failure": None, "last_failed": False}
             assert engine.loaded == "v1"
 
     run_async(scenario())
@@ -168,6 +178,31 @@ def test_a_transport_that_engines_do_not_count_needs_no_count(run_async: Any) ->
             return (await publish(fleet, Remote(), "v1")).state
 
     assert run_async(scenario()) == "resumed"
+
+
+def test_an_update_that_was_answered_as_failed_and_sent_again_is_no_reason(run_async: Any) -> None:
+    """As slime's collective update does where another engine of its group broke off."""
+
+    class Again(NameTransport):
+        async def load(self, client: EngineClient, version: str) -> None:
+            with pytest.raises(EngineRefused, match="no model"):
+                await client.load_from_disk("/no/such/model")
+            await super().load(client, version)
+
+    class OnceOnly(NameTransport):
+        async def load(self, client: EngineClient, version: str) -> None:
+            with pytest.raises(EngineRefused):
+                await client.load_from_disk("/no/such/model")
+
+    async def scenario(transport: NameTransport) -> str:
+        async with FakeEngine(tensor_ranks=2) as engine, EngineClient(engine.url, name="e0") as client:
+            fleet = Fleet(decide("disjoint", "retract"), "v0")
+            await admit(fleet, client)
+            return (await publish(fleet, transport, "v1")).state
+
+    assert run_async(scenario(Again())) == "resumed"
+    with pytest.raises(PublicationError, match="failed to load: no such model"):
+        run_async(scenario(OnceOnly()))
 
 
 def test_a_report_of_an_older_plugin_is_one_clear_line(run_async: Any) -> None:

@@ -21,7 +21,7 @@ import logging
 import os
 import sys
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from slime_backend import wire
@@ -213,7 +213,7 @@ def _own_report(scheduler: Any) -> dict[str, Any]:
             hooks=registry.statuses(),
             epoch=EPOCH.number,
             kv=evidence(scheduler),
-            loads=wire.Loads(loads.LOADS.done, loads.LOADS.failed, loads.LOADS.last_failure),
+            loads=wire.Loads(*astuple(loads.LOADS)),
             tensor_rank=tensor_ranks.RANKS.place.rank,
             tensor_size=tensor_ranks.RANKS.place.size,
         ).to_json()

@@ -8,7 +8,7 @@ message. The counts stand in each rank's own report, so an answer need not be be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,15 @@ class LoadCounts:
     done: int = 0
     failed: int = 0
     last_failure: str | None = None
+    last_failed: bool = False
 
-    def note(self, success: bool, message: str) -> None:
-        if success:
-            self.done += 1
-        else:
+    def note(self, failures: Sequence[str]) -> None:
+        self.last_failed = bool(failures)
+        if failures:
             self.failed += 1
-            self.last_failure = message
+            self.last_failure = "; ".join(failures)
+        else:
+            self.done += 1
 
 
 LOADS = LoadCounts()
@@ -41,18 +43,19 @@ LOADS = LoadCounts()
 
 def functions() -> list[registry.HookFunction]:
     return [(target, "around", _around(LOADS.note)) for target in UPDATES] + [
-        (target, "around", _around(lambda success, message: None)) for target in GROUPS
+        (target, "around", _around(lambda failures: None)) for target in GROUPS
     ]
 
 
-def _around(note: Callable[[bool, str], None]) -> Callable[..., Any]:
+def _around(note: Callable[[Sequence[str]], None]) -> Callable[..., Any]:
     def around(original: Any, updater: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             result = original(updater, *args, **kwargs)
         except BaseException as error:  # SGLang ends the process for it; the rank that answers learns why
-            _share(note, False, f"{type(error).__name__}: {error}")
+            note(_failures_of_all(False, f"{type(error).__name__}: {error}"))
             raise
-        failures = _share(note, bool(getattr(result, "success", True)), str(getattr(result, "message", "")))
+        failures = _failures_of_all(bool(getattr(result, "success", True)), str(getattr(result, "message", "")))
+        note(failures)
         if failures:
             result.success, result.message = False, "; ".join(failures)
         return result
@@ -60,9 +63,8 @@ def _around(note: Callable[[bool, str], None]) -> Callable[..., Any]:
     return around
 
 
-def _share(note: Callable[[bool, str], None], success: bool, message: str) -> list[str]:
-    """Record this rank's outcome; on the rank that answers, every rank's failure in words."""
-    note(success, message)
+def _failures_of_all(success: bool, message: str) -> list[str]:
+    """This rank's failure in words; on the rank that answers, those of all that it answers for."""
     failures = [] if success else [message]
     for rank, other in RANKS.share("load", {"success": success, "message": message}, WAIT_S).items():
         if other == ABSENT:

@@ -80,6 +80,7 @@ class FakeRank:
     skip_feature_clear: bool = False  # a fault: an epoch ends and image features of the old tower stay
     loads_done: int = 0
     loads_failed: int = 0
+    last_load_failed: bool = False
     tensor_size: int = 1
     # What single tensor ranks do otherwise than tensor rank 0: rank -> fields of its report, or why it leaves none.
     tensor_faults: dict[int, dict[str, Any] | str] = field(default_factory=dict)
@@ -139,6 +140,7 @@ class FakeRank:
     def load(self, success: bool) -> None:
         self.loads_done += success
         self.loads_failed += not success
+        self.last_load_failed = not success
         self.end_epoch()
 
     def abort(self, rid: str | None) -> None:
@@ -223,7 +225,12 @@ class FakeRank:
             "instance_id": self.instance_id,
             "hooks": hooks,
             "epoch": self.epoch,
-            "loads": {"done": self.loads_done, "failed": self.loads_failed, "last_failure": None},
+            "loads": {
+                "done": self.loads_done,
+                "failed": self.loads_failed,
+                "last_failure": "no such model" if self.loads_failed else None,
+                "last_failed": self.last_load_failed,
+            },
             "tensor_rank": 0,
             "tensor_size": self.tensor_size,
             "tensor_ranks": [],
