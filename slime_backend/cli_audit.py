@@ -43,7 +43,8 @@ def audit_command(
             torch.set_num_threads(1)
             audit = Audit(run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in)
             idle_s, deadline_s = follow_until
-            result = follow(run_dir, audit, idle_s=idle_s, deadline_s=deadline_s, progress=progress)
+            result = follow(run_dir, audit, idle_s=idle_s, deadline_s=deadline_s, progress=progress, keep=save_fullest)
+            _save(run_dir, result)
     sys.stdout.write(json.dumps(result.to_json()) + "\n" if as_json else _lines(result))
     return result.clean
 
@@ -71,5 +72,6 @@ def _lines(result: AuditResult) -> str:
         lines.append(
             f"{result.damaged} damaged lines or segments of the ledger can't be read; their rollouts aren't counted"
         )
+        lines += [f"  {place}" for place in result.damaged_places]
     lines.append(f"verdict: {result.verdict}")
     return "\n".join(lines) + "\n"

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from slime_backend.provenance.run_rows import sound_rows
 from slime_backend.runs import RunError
+from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit, check_same_config
 
 CHECKPOINT = "trainer.pt"
 
@@ -54,5 +56,22 @@ def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
         int(state["step"])
     except Exception as error:  # torch raises whatever its unpickler meets in a damaged file
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise RunError(f"{path} is damaged ({why}); put a copy back, or remove it to start again at step 1") from error
+        raise RunError(f"{path} is damaged ({why}); put a copy back, or begin a new run") from error
     return state
+
+
+def check_resumable(run_dir: Path, state: dict[str, Any] | None, base: Path) -> None:
+    """Raise RunError where going on would make a version a second time, or with another model. Changes nothing."""
+    if state is None:
+        published = [row["version"] for row in sound_rows(run_dir / "publications.jsonl") if row["state"] == "resumed"]
+        if published:
+            raise RunError(
+                f"{run_dir} has published {published[-1]}, and its {CHECKPOINT} is gone: what it goes on from isn't "
+                "known, and names of versions stand for one set of weights; put a copy back, or begin a new run"
+            )
+        return
+    saved = run_dir / "weights" / version_name(state["step"])
+    try:
+        check_same_config(saved, base)
+    except CheckpointUnfit as error:
+        raise RunError(f"{run_dir} can't go on with this model: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -93,11 +94,18 @@ async def serve_engines(
 
     Raises EngineStartError when one ends by itself.
     """
-    with tempfile.TemporaryDirectory(prefix="reef-slime-up-") as logs:
-        engines = make_engines(config, model, "v0", Path(logs))
+    logs = Path(tempfile.mkdtemp(prefix="reef-slime-up-"))
+    try:
+        engines = make_engines(config, model, "v0", logs)
         async with started_fleet(engines, config, "v0", say) as fleet:
             ready([m.client.url for m in fleet.members.values()])
             await until_one_is_gone([(m.client, e.alive) for m, e in zip(fleet.members.values(), engines, strict=True)])
+    except EngineStartError as error:
+        # Why an engine ended stands in its log alone.
+        raise EngineStartError(f"{error}; the engines' logs are in {logs}") from error
+    except BaseException:
+        shutil.rmtree(logs, ignore_errors=True)
+        raise
 
 
 async def until_one_is_gone(engines: Sequence[tuple[EngineClient, Callable[[], bool]]]) -> None:

@@ -25,7 +25,13 @@ from slime_backend.fleet import Fleet
 from slime_backend.local_trainer import models
 from slime_backend.local_trainer.audit_beside import AuditBeside
 from slime_backend.local_trainer.batch import Batch, collect_batch
-from slime_backend.local_trainer.checkpoint import forget_unpublished, load_trainer_state, version_name
+from slime_backend.local_trainer.checkpoint import (
+    check_resumable,
+    forget_unpublished,
+    load_trainer_state,
+    version_name,
+)
+from slime_backend.local_trainer.devices import place
 from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
@@ -40,7 +46,9 @@ from slime_backend.provenance.alerts import audit_alerts, gap_alerts, publicatio
 from slime_backend.provenance.audit import AuditResult, Violation, audit_run
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import JsonlWriter
+from slime_backend.provenance.ledger_lock import RUN_HOLDER, describe_holder, lock_run
 from slime_backend.provenance.report.write import report_at_the_end
+from slime_backend.provenance.run_rows import sound_rows
 from slime_backend.provenance.staleness import count
 from slime_backend.provenance.summary import write_summary
 from slime_backend.provenance.tracker import Tracker, make_tracker
@@ -90,14 +98,27 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
 
     Raises RunError and the typed errors of engines, fleet and publication.
     """
-    started = time.monotonic()
+    place(config, trains=True)  # raises before anything is written
     run_dir.mkdir(parents=True, exist_ok=True)
+    lock = lock_run(run_dir)
+    if lock is None:
+        raise RunError(
+            f"another process{describe_holder(run_dir, RUN_HOLDER)} is running {run_dir}; wait for its end, or choose "
+            "another name"
+        )
+    with lock:
+        return await _train(config, run_dir, resume=resume, reporter=reporter)
+
+
+async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Reporter) -> dict[str, Any]:
+    started = time.monotonic()
     state = load_trainer_state(run_dir) if resume else None  # a run that was ended before step 1 starts over
     first_step = state["step"] if state else 0
+    base = base_model(config)
     if resume:
+        check_resumable(run_dir, state, base)
         forget_unpublished(run_dir / "weights", first_step)
         make_good(run_dir, first_step, str(config.policy), config.transport, reporter.say)
-    base = base_model(config)
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed + first_step)
     version = version_name(first_step)
@@ -148,7 +169,7 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
             "audit": audit.summary() if audit else None,
             "wall_s": round(time.monotonic() - started, 1),
             "peak_rss_gib": round(memory.peak_gib, 2),
-            "policy": str(config.policy),
+            "policy": "; then ".join(policies_of(run_dir, str(config.policy))),
             "wandb_run_dir": tracker.directory if config.tracker == "wandb" else None,
             "tensorboard_dir": tracker.directory if config.tracker == "tensorboard" else None,
         }
@@ -160,6 +181,12 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
     if why_not:
         raise RunError(why_not)
     return summary
+
+
+def policies_of(run_dir: Path, current: str) -> list[str]:
+    """The policies of a run's publications, in their order, and the current one: a resumed run may have another."""
+    rows = sound_rows(run_dir / "publications.jsonl")
+    return list(dict.fromkeys([*(str(row["policy"]) for row in rows if row.get("policy")), current]))
 
 
 def _summary(run_dir: Path, facts: dict[str, Any]) -> tuple[dict[str, Any], str]:

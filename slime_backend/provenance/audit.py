@@ -55,6 +55,7 @@ class AuditResult:
     gone: int = 0  # rollouts that weren't audited, because the weights that they name were removed
     not_auditable: dict[str, int] = field(default_factory=dict)  # sampling parameters -> rollouts sampled with them
     waiting: int = 0  # rollouts that `audit_follow` has taken in, or seen, and not checked yet
+    damaged_places: list[str] = field(default_factory=list)  # the first of these
     damaged: int = 0  # lines and segments of the ledger that can't be read: their rollouts are in no other figure
     finished: bool = True  # False in what `audit_follow` writes while the run goes on
     verdict: Conclusion | None = None
@@ -167,6 +168,7 @@ class Audit:
             not_auditable=dict(self._not_auditable),
             waiting=waiting,
             damaged=self.damage.lines + self.damage.segments,
+            damaged_places=list(self.damage.places),
             finished=finished,
             verdict=conclude(
                 plan,

@@ -69,11 +69,14 @@ def follow(
     deadline_s: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
     poll_s: float = POLL_S,
+    keep: Callable[[Path, AuditResult], object] | None = None,
 ) -> AuditResult:
-    """Audit a run while it goes on; returns, and leaves in `audit.json`, the result over all that was recorded.
+    """Audit a run while it goes on; returns, and leaves in `audit.json`, the result over all that was recorded. `keep`
+    writes that file, `save` where it isn't given.
 
     Raises AuditError where nothing was recorded at all.
     """
+    write = keep or save
     tail = Tail(run_dir, audit.damage)
     waiting: deque[RolloutRecord] = deque()
     saved = time.monotonic()
@@ -94,7 +97,7 @@ def follow(
         over = ending.is_over(now, written=written, new=bool(news), waiting=more)
         if now - saved > SAVE_S:
             # A full look may have left rollouts unread: at least one is taken to wait.
-            save(run_dir, audit.result(finished=False, waiting=max(len(waiting), int(more))))
+            write(run_dir, audit.result(finished=False, waiting=max(len(waiting), int(more))))
             saved = now
         if not (over or more):
             time.sleep(poll_s)
@@ -103,7 +106,7 @@ def follow(
     result = audit.result()
     if not result.recorded:
         raise AuditError(f"{run_dir}: no rollout was recorded within {idle_s:g} s")
-    save(run_dir, result)
+    write(run_dir, result)
     return result
 
 

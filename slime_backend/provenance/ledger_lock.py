@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
 LOCK, HOLDER = "_lock", "_lock_holder.json"
+RUN_LOCK, RUN_HOLDER = "_run_lock", "_run_lock_holder.json"
 NO_FLOCK = frozenset((errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL))
 
 _INSTANCE = uuid.uuid4().hex  # of this process: a number of one that ended may be given again
@@ -55,9 +56,19 @@ class LedgerLock:
 
 def lock_ledger(run_dir: Path, wait_s: float) -> LedgerLock | None:
     """The lock of a run's ledger, or None if somebody holds it for longer than `wait_s`."""
+    return _lock(run_dir, LOCK, HOLDER, wait_s)
+
+
+def lock_run(run_dir: Path) -> LedgerLock | None:
+    """The lock of a whole run, from before its first file is read until its last one is written; None if another
+    process holds it."""
+    return _lock(run_dir, RUN_LOCK, RUN_HOLDER, 0.0)
+
+
+def _lock(run_dir: Path, lock: str, holder: str, wait_s: float) -> LedgerLock | None:
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / LOCK).open("a")
+    file = (folder / lock).open("a")
     until = time.monotonic() + wait_s
     try:
         while True:
@@ -73,7 +84,7 @@ def lock_ledger(run_dir: Path, wait_s: float) -> LedgerLock | None:
         file.close()
         if error.errno not in NO_FLOCK:
             raise
-        return _lock_by_file(run_dir, until, error)
+        return _lock_by_file(folder / holder, until, error)
 
 
 def is_written(run_dir: Path) -> bool:
@@ -96,18 +107,17 @@ def is_written(run_dir: Path) -> bool:
     return False
 
 
-def describe_holder(run_dir: Path) -> str:
+def describe_holder(run_dir: Path, holder_file: str = HOLDER) -> str:
     """Who holds the lock, where a file says so, and what to do if that process is gone; else nothing."""
-    path = run_dir / FOLDER / HOLDER
+    path = run_dir / FOLDER / holder_file
     holder = _read_holder(path)
     if holder is None:
         return ""
     return f" (process {holder.get('pid')} on {holder.get('host')}; if it has ended, remove {path})"
 
 
-def _lock_by_file(run_dir: Path, until: float, why: OSError) -> LedgerLock | None:
-    path = run_dir / FOLDER / HOLDER
-    log.warning("%s: no flock here (%s); %s keeps a second writer out", run_dir, why.strerror, path)
+def _lock_by_file(path: Path, until: float, why: OSError) -> LedgerLock | None:
+    log.warning("%s: no flock here (%s); %s keeps a second writer out", path.parent, why.strerror, path)
     while True:
         if _create(path):
             _held.add(path)

@@ -299,6 +299,12 @@ def check_same_model(found: Checkpoint, served: Checkpoint) -> None:
             )
 
 
+def check_same_config(found: Path, other: Path) -> None:
+    """Raise CheckpointUnfit where the two directories' config.json are of different models."""
+    for key, here, there in _differences(read_config(found), read_config(other)):
+        raise CheckpointUnfit(f"{found}: config.json has {key}={_short(here)}, and {_short(there)} in {other}")
+
+
 def _check_config(found: Checkpoint, served: Checkpoint) -> None:
     for key, here, there in _differences(found.config, served.config):
         raise CheckpointUnfit(

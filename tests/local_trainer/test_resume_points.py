@@ -15,7 +15,9 @@ import pytest
 
 from slime_backend.config import RunConfig
 from slime_backend.local_trainer import loop
+from slime_backend.local_trainer.models import make_tiny_model
 from slime_backend.provenance.jsonl import JsonlWriter, read_jsonl
+from slime_backend.provenance.ledger_lock import lock_run
 from slime_backend.runs import RunError
 from tests.local_trainer.test_loop_staleness import fake_fleet
 
@@ -179,5 +181,47 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path, tiny_directory, data):
     config = config_of(tmp_path, tiny_directory)
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "trainer.pt").write_bytes(data)
-    with pytest.raises(RunError, match=r"trainer\.pt is damaged .*; put a copy back, or remove it"):
+    with pytest.raises(RunError, match=r"trainer\.pt is damaged .*; put a copy back, or begin a new run"):
         run(config, resume=True)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_is_under_way_is_not_run_a_second_time(tmp_path, tiny_directory, monkeypatch, resume):
+    """Two processes would write the same weights under the same names."""
+    monkeypatch.setattr(loop, "running_fleet", fake_fleet)
+    config = config_of(tmp_path, tiny_directory, tracker="none")
+    lock = lock_run(config.run_dir)
+    assert lock is not None
+    with lock, pytest.raises(RunError, match=r"another process.* is running .*; wait for its end"):
+        run(config, resume=resume)
+    assert run(config, resume=False)[0]["completed"]  # the lock ended with its holder
+
+
+def finished_run(tmp_path, tiny_directory, monkeypatch):
+    monkeypatch.setattr(loop, "running_fleet", fake_fleet)
+    config = config_of(tmp_path, tiny_directory, tracker="none")
+    run(config, resume=False)
+    return config, {p: p.read_bytes() for p in config.run_dir.rglob("*.safetensors")}
+
+
+def test_a_run_whose_trainer_state_is_gone_is_left_as_it_is(tmp_path, tiny_directory, monkeypatch):
+    config, weights = finished_run(tmp_path, tiny_directory, monkeypatch)
+    (config.run_dir / "trainer.pt").unlink()
+    with pytest.raises(RunError, match=rf"has published v{STEPS}, and its trainer\.pt is gone"):
+        run(config, resume=True)
+    assert {p: p.read_bytes() for p in config.run_dir.rglob("*.safetensors")} == weights
+
+
+def test_a_run_does_not_go_on_with_another_model(tmp_path, tiny_directory, monkeypatch):
+    config, weights = finished_run(tmp_path, tiny_directory, monkeypatch)
+    other = make_tiny_model(tmp_path / "other", hybrid=True, seed=0)
+    with pytest.raises(RunError, match=r"can't go on with this model: .*config\.json has"):
+        run(config.model_copy(update={"model": str(other), "steps": STEPS + 1}), resume=True)
+    assert {p: p.read_bytes() for p in config.run_dir.rglob("*.safetensors")} == weights
+
+
+def test_the_summary_of_a_resumed_run_has_each_policy(tmp_path, tiny_directory, monkeypatch):
+    config, _ = finished_run(tmp_path, tiny_directory, monkeypatch)
+    changed = config.model_copy(update={"disjoint_prefix_sharing": "scoped", "steps": STEPS + 1})
+    summary, _ = run(changed, resume=True)
+    assert summary["policy"] == f"{config.policy}; then {changed.policy}"

@@ -68,7 +68,10 @@ def _audit(audit: Mapping[str, Any] | None) -> list[Finding]:
     largest = f"{audit['max_abs_logprob_diff']:.2g}" if "max_abs_logprob_diff" in audit else "?"
     enough = (audit.get("verdict") or {}).get("outcome") != "not enough samples"
     text = f"Audit: 0 violations in {scale}; the largest difference of log-prob is {largest}{_concluded(audit)}."
-    return [Finding("good" if enough and audit.get("finished", True) else "warning", text)]
+    found = [Finding("good" if enough and audit.get("finished", True) else "warning", text)]
+    if gone := _int(audit, "gone"):
+        found.append(Finding("warning", f"{_times(gone, 'rollout')} can't be audited: their weights were removed."))
+    return found
 
 
 def _concluded(audit: Mapping[str, Any]) -> str:
