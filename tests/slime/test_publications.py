@@ -187,7 +187,8 @@ def fault(directory):
 
 TOLERANT = (
     *TWO_ENGINES,
-    *("--num-rollout", "4", "--use-fault-tolerance", "--rollout-health-check-interval", "2"),
+    # slime looks at its engines only while rollouts are generated, which may take less than a second.
+    *("--num-rollout", "4", "--use-fault-tolerance", "--rollout-health-check-interval", "0.1"),
     *("--rollout-health-check-first-wait", "0", "--rollout-health-check-timeout", "5"),
 )
 
