@@ -14,7 +14,7 @@ every verdict on them (`KvEvidence.is_empty`) is made here, on the reader's side
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -48,6 +48,11 @@ def _build(cls: type[T], data: Any) -> T:
     except KeyError:
         missing = [n for n in names if n not in data]
         raise WireError(f"{cls.__name__}: the engine's report lacks {', '.join(missing)}") from None
+
+
+def _flat(value: Any) -> dict[str, Any]:
+    """A dataclass of plain values as JSON."""
+    return {name: getattr(value, name) for name in _field_names(type(value))}
 
 
 @cache  # a fleet's reports are read while its engines stand still
@@ -191,7 +196,10 @@ class SchedulerReport:
         return (self, *self.tensor_ranks)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "tensor_ranks": [rank.to_json() for rank in self.tensor_ranks]}
+        """Written out, not by `asdict`: engines are paused while this is made."""
+        data = {name: getattr(self, name) for name in _field_names(SchedulerReport)}
+        nested = {"kv": _flat(self.kv), "loads": _flat(self.loads)}
+        return {**data, **nested, "tensor_ranks": [rank.to_json() for rank in self.tensor_ranks]}
 
     def missing_hooks(self, needed: Sequence[str]) -> dict[str, str]:
         """Needed hook -> why it is not active, unless this SGLang does without it."""
