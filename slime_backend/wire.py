@@ -50,9 +50,9 @@ def _build(cls: type[T], data: Any) -> T:
         raise WireError(f"{cls.__name__}: the engine's report lacks {', '.join(missing)}") from None
 
 
-def _flat(value: Any) -> dict[str, Any]:
-    """A dataclass of plain values as JSON."""
-    return {name: getattr(value, name) for name in _field_names(type(value))}
+def _flat(value: KvEvidence | Loads) -> dict[str, Any]:
+    """Its plain values as JSON."""
+    return {name: getattr(value, name) for name in _field_names(value.__class__)}  # type: ignore[arg-type]
 
 
 @cache  # a fleet's reports are read while its engines stand still
