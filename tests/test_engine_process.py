@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -25,6 +24,7 @@ from slime_backend.engine_process import (
     check_port,
     free_port,
 )
+from tests.processes import wait_gone
 from tests.waiting import wait_until
 
 # A server that is healthy at once.
@@ -44,16 +44,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(os.getpid(), child.pid, flush=True)
 time.sleep(600)
 """
-
-
-def wait_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
-    """The pids that still run after `seconds` (a zombie doesn't run)."""
-    until = time.monotonic() + seconds
-    while True:
-        left = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
-        if not left or time.monotonic() > until:
-            return left
-        time.sleep(0.05)
 
 
 def guarded_tree() -> tuple[subprocess.Popen[str], list[int]]:

@@ -20,14 +20,11 @@ from slime_backend.config import make_config
 from slime_backend.local_trainer import loop
 from slime_backend.runs import RunError
 from tests.local_trainer.test_loop_staleness import fake_fleet
+from tests.processes import below_with
 
 
 def ranks() -> list[psutil.Process]:
-    def is_rank(process: psutil.Process) -> bool:
-        command = " ".join(process.cmdline())
-        return "deepspeed_rank" in command and "engine_guard" not in command
-
-    return [process for process in psutil.Process().children(recursive=True) if is_rank(process)]
+    return [p for p in below_with("deepspeed_rank") if p not in below_with("deepspeed_rank", "engine_guard")]
 
 
 def main() -> None:

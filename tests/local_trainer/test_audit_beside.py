@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 import psutil
 import pytest
@@ -21,6 +20,7 @@ from slime_backend.config import RunConfig
 from slime_backend.local_trainer import loop
 from slime_backend.local_trainer.audit_beside import AuditBeside
 from slime_backend.provenance.ledger import Ledger
+from tests.processes import below_with
 from tests.waiting import wait_until
 
 from .test_loop_staleness import fake_fleet
@@ -74,7 +74,7 @@ def test_the_run_ends_with_the_audit_that_went_beside_it(config, monkeypatch):
     assert sum(line.startswith("audit violation: ") for line in said) > 0
     assert not any("ended early" in line for line in said)
     assert json.loads((config.run_dir / "audit.json").read_text())["finished"]
-    assert not [p for p in psutil.Process().children(recursive=True) if str(config.run_dir) in " ".join(p.cmdline())]
+    assert below_with(str(config.run_dir)) == []
 
 
 def test_an_audit_that_fails_is_made_at_the_end_and_the_training_goes_on(config, monkeypatch):
@@ -104,15 +104,6 @@ def tree_of(trainer):
     return found if len(found) >= 2 else []
 
 
-def followers():
-    """The audits below this process."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            found += [process] if "--follow" in process.cmdline() else []
-    return found
-
-
 def test_it_does_not_outlive_its_trainer(tmp_path):
     trainer = subprocess.Popen(
         [sys.executable, "-c", STARTING, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
@@ -136,4 +127,4 @@ def test_it_is_stopped_with_a_run_that_fails(config, tmp_path):
         wait_until(followers, "the audit runs")
         beside.stop()
         beside.stop()
-    assert not followers()
+    assert not below_with("--follow")
