@@ -21,6 +21,7 @@ from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.segments import read_rollouts
+from slime_backend.run_files import RunDir
 
 
 def serve(settings: RunConfig, where: str, as_json: bool) -> None:
@@ -41,8 +42,10 @@ def up(settings: RunConfig, where: str, as_json: bool) -> None:
 
 def export(run_dir: Path, store_url: str | None) -> str:
     """Append the turns that the ledger of `run_dir` lacks; returns what was done, in one line."""
-    if store_url is None and not (run_dir / "gateway.sqlite").is_file():
-        raise ConfigError(f"{run_dir} has no gateway.sqlite; give a gateway's run directory, or --store URL")
+    if store_url is None and not RunDir(run_dir).gateway_store.is_file():
+        raise ConfigError(
+            f"{run_dir} has no {RunDir(run_dir).gateway_store.name}; give a gateway's run directory, or --store URL"
+        )
     known = {row["receipt"] for row in read_rollouts(run_dir)}
     added = 0
     with open_store(store_url or _default_store(run_dir)) as store, Ledger(run_dir) as ledger:
@@ -124,4 +127,4 @@ async def _tokenizer_directory(settings: RunConfig, client: EngineClient) -> Pat
 
 
 def _default_store(run_dir: Path) -> str:
-    return f"sqlite:///{run_dir.resolve()}/gateway.sqlite"
+    return f"sqlite:///{RunDir(run_dir.resolve()).gateway_store}"

@@ -29,6 +29,7 @@ from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_keys import EngineKeys
 from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import Policy
+from slime_backend.run_files import RunDir
 
 GRACE_S = 5.0  # for answers that are under way when the gateway is told to stop
 NEEDED_HOOK = "kv_spans"  # without it no answer has the provenance that is to be recorded
@@ -97,7 +98,7 @@ async def running_gateway(
         metrics=metrics,
         model=config.model_name or model.name,
     )
-    publisher = Publisher(fleet, gate, store, metrics, run_dir / "weights" if run_dir else None)
+    publisher = Publisher(fleet, gate, store, metrics, RunDir(run_dir).all_weights if run_dir else None)
     await _note_version(publisher, model)
     looking = asyncio.create_task(watch.run())
     try:

@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.run_files.jsonl import JsonlWriter
 from slime_backend.simulation.made_rollouts import made, receipt
 
 ENGINES = 2

@@ -25,6 +25,7 @@ from slime_backend.config import ConfigError, RunConfig, load_config
 from slime_backend.errors import ReefError
 from slime_backend.kv_holders import NAMES as HOLDER_NAMES
 from slime_backend.policy import decide
+from slime_backend.run_files import RunDir
 
 app = typer.Typer(
     name="reef-slime",
@@ -90,8 +91,8 @@ def train(
     audit = summary["audit"]
     if audit and audit["violations"]:
         _fail(
-            f"the audit found {audit['violations']} violations in {audit['rollouts']} rollouts; {run_dir}/audit.json "
-            "names them"
+            f"the audit found {audit['violations']} violations in {audit['rollouts']} rollouts; "
+            f"{RunDir(run_dir).audit} names them"
         )
 
 

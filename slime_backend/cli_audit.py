@@ -12,7 +12,8 @@ import torch
 from slime_backend.local_trainer.console import console_reporter
 from slime_backend.local_trainer.models import load_model
 from slime_backend.provenance.audit import Audit, AuditResult, audit_run
-from slime_backend.provenance.audit_follow import FILE, follow, save_fullest
+from slime_backend.provenance.audit_follow import follow, save_fullest
+from slime_backend.run_files import RunDir
 
 LOWEST_PRIORITY = 19
 
@@ -53,9 +54,9 @@ def _save(run_dir: Path, result: AuditResult) -> None:
     """For the report, where the run has no fuller audit. A run that can't be written to is audited all the same."""
     try:
         if not save_fullest(run_dir, result):
-            sys.stderr.write(f"{run_dir}/{FILE} is left as it is: it is of more rollouts\n")
+            sys.stderr.write(f"{RunDir(run_dir).audit} is left as it is: it is of more rollouts\n")
     except OSError as error:
-        sys.stderr.write(f"{run_dir}/{FILE} can't be written: {error.strerror}; the result stands here only\n")
+        sys.stderr.write(f"{RunDir(run_dir).audit} can't be written: {error.strerror}; the result stands here only\n")
 
 
 def _lines(result: AuditResult) -> str:

@@ -89,7 +89,7 @@ class EngineOutcome:
 class PublicationReport:
     version: str
     previous_version: str
-    policy: str
+    policy: Policy
     transport: str
     state: State = "open"
     started_at: float = 0.0  # seconds since the epoch
@@ -103,7 +103,8 @@ class PublicationReport:
         return {e.engine: f"{e.failed_step}: {e.reason}" for e in self.engines if not e.confirmed}
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """`policy` is its sentence, for people; `policy_fields` are its facts (run_rows.py reads them)."""
+        return {**asdict(self), "policy": str(self.policy), "policy_fields": asdict(self.policy)}
 
 
 @dataclass(slots=True, eq=False)
@@ -261,7 +262,7 @@ async def publish(fleet: Fleet, transport: Transport, version: str, *, readmit: 
         # is prepared, and waits for the next publication.
         members = fleet.updatable()
         await asyncio.gather(*(_identify(fleet, member) for member in members))
-        report = PublicationReport(version, fleet.version, str(fleet.policy), transport.name, started_at=time.time())
+        report = PublicationReport(version, fleet.version, fleet.policy, transport.name, started_at=time.time())
         started = time.perf_counter()
         await transport.prepare(version, [m.client for m in members])
         report.prepare_ms = _ms(started)

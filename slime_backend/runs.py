@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
-from slime_backend.errors import ReefError
+from slime_backend.errors import ReefError, UsageError
+from slime_backend.run_files import RunDir
 
 
 class RunError(ReefError, RuntimeError):
     """The run can't start or go on; one line."""
 
 
+class RunMisused(UsageError, RunError):
+    """What the command names isn't there: a run to go on with, a model."""
+
+
 def is_used(run_dir: Path) -> bool:
     """The local trainer writes the first of these before its first request, slime's hooks only the second."""
-    return any((run_dir / name).exists() for name in ("submitted.jsonl", "rollouts.jsonl"))
+    return RunDir(run_dir).submitted.exists() or RunDir(run_dir).rollouts.exists()
 
 
 def new_run_dir(wanted: Path) -> Path:
@@ -23,3 +29,11 @@ def new_run_dir(wanted: Path) -> Path:
         number += 1
         candidate = wanted.with_name(f"{wanted.name}-{number}")
     return candidate
+
+
+def remove_unbegun(run_dir: Path) -> None:
+    """Remove a run's directory that holds nothing but its locks: its start was refused. For who holds its lock."""
+    run = RunDir(run_dir)
+    locks = {run.run_lock, run.run_lock_holder, run.ledger_lock, run.ledger_lock_holder}
+    if set(run_dir.rglob("*")) <= {run.ledger, *locks}:
+        shutil.rmtree(run_dir)

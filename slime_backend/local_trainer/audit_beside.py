@@ -22,9 +22,9 @@ from pathlib import Path
 from slime_backend import engine_guard
 from slime_backend.config import RunConfig
 from slime_backend.provenance.audit import AuditResult, Violation
-from slime_backend.provenance.audit_follow import FILE, load
+from slime_backend.provenance.audit_follow import load
+from slime_backend.run_files import RunDir
 
-LOG = "audit.log"
 POLL_S = 0.2
 GRACE_S = 10.0  # beyond its own deadline
 
@@ -50,9 +50,9 @@ class AuditBeside:
 
     def start(self) -> None:
         """Call it when the run's ledger is open: its lock says that the run goes on."""
-        (self.run_dir / FILE).unlink(missing_ok=True)  # of the run before a resume
+        RunDir(self.run_dir).audit.unlink(missing_ok=True)  # of the run before a resume
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._process = engine_guard.start_guarded(self.command(), environment, self.run_dir / LOG)
+        self._process = engine_guard.start_guarded(self.command(), environment, RunDir(self.run_dir).audit_log)
 
     def news(self) -> Sequence[Violation]:
         """Violations that were found since the last call."""
@@ -75,7 +75,7 @@ class AuditBeside:
 
     def why_not(self) -> str:
         """The last thing that it said."""
-        lines = (self.run_dir / LOG).read_text(errors="replace").split("\n")
+        lines = RunDir(self.run_dir).audit_log.read_text(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
 
     def stop(self) -> None:

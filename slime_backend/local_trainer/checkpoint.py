@@ -3,18 +3,17 @@ never has to make a version a second time, under a name that rollouts already be
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slime_backend.provenance.run_rows import sound_rows
+from slime_backend.run_files import RunDir, replace_file
+from slime_backend.run_files.directory import remove_weights
+from slime_backend.run_files.replace import remove_partials
 from slime_backend.runs import RunError
 from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit, check_same_config
-
-CHECKPOINT = "trainer.pt"
 
 
 def version_name(step: int) -> str:
@@ -23,11 +22,12 @@ def version_name(step: int) -> str:
 
 def forget_unpublished(weights: Path, step: int) -> None:
     """Remove the versions after `step`: a run that ended between the weights and the state of a step never published
-    them, and comes to other weights of that name when it goes on."""
+    them, and comes to other weights of that name when it goes on. Also what a killed writer of any version left."""
     for directory in weights.glob("v*"):
         number = directory.name.removeprefix("v")
         if number.isdecimal() and int(number) > step:  # whatever else a user keeps there stays
-            shutil.rmtree(directory)
+            remove_weights(directory)
+    remove_partials(weights, "v*")
 
 
 def version_step(version: str) -> int:
@@ -37,18 +37,14 @@ def version_step(version: str) -> int:
 def save_trainer_state(run_dir: Path, state: dict[str, Any]) -> None:
     """`state`: what the trainer needs to go on, with "trainer", its name in the config, and "step". The weights lie in
     `weights/v<step>`, saved before this is called."""
-    partial = run_dir / f".{CHECKPOINT}.partial"
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())  # a power cut must not leave the new name with nothing behind it
-    partial.rename(run_dir / CHECKPOINT)
+    # Durable: a power cut must not leave the new name with nothing behind it.
+    replace_file(RunDir(run_dir).trainer_state, lambda file: torch.save(state, file), durable=True)
 
 
 def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
     """What `save_trainer_state` was given, or None where the run has no checkpoint yet. Raises RunError for a damaged
     one."""
-    path = run_dir / CHECKPOINT
+    path = RunDir(run_dir).trainer_state
     if not path.is_file():
         return None
     try:
@@ -62,15 +58,17 @@ def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
 
 def check_resumable(run_dir: Path, state: dict[str, Any] | None, base: Path) -> None:
     """Raise RunError where going on would make a version a second time, or with another model. Changes nothing."""
+    run = RunDir(run_dir)
     if state is None:
-        published = [row["version"] for row in sound_rows(run_dir / "publications.jsonl") if row["state"] == "resumed"]
+        published = [row["version"] for row in sound_rows(run.publications) if row["state"] == "resumed"]
         if published:
             raise RunError(
-                f"{run_dir} has published {published[-1]}, and its {CHECKPOINT} is gone: what it goes on from isn't "
-                "known, and names of versions stand for one set of weights; put a copy back, or begin a new run"
+                f"{run_dir} has published {published[-1]}, and its {run.trainer_state.name} is gone: what it goes on "
+                "from isn't known, and names of versions stand for one set of weights; put a copy back, or begin a new "
+                "run"
             )
         return
-    saved = run_dir / "weights" / version_name(state["step"])
+    saved = run.weights(version_name(state["step"]))
     try:
         check_same_config(saved, base)
     except CheckpointUnfit as error:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from slime_backend.local_trainer.loop import Reporter
+from slime_backend.run_files import RunDir
 
 PLAIN_EVERY = 50  # a log gets one line for so many audited rollouts
 
@@ -74,7 +75,7 @@ def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
         ("wall time, peak memory", f"{summary['wall_s']} s, {summary['peak_rss_gib']} GiB"),
         ("metrics", summary["wandb_run_dir"] or summary["tensorboard_dir"] or "none"),
     ]
-    table = Table(title=f"{run_dir}/summary.json", show_header=False, title_justify="left")
+    table = Table(title=str(RunDir(run_dir).summary), show_header=False, title_justify="left")
     for name, value in rows:
         table.add_row(name, str(value))
     Console(highlight=False, soft_wrap=True).print(table)

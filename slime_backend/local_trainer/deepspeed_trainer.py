@@ -33,6 +33,7 @@ from slime_backend.local_trainer import models
 from slime_backend.local_trainer.checkpoint import save_trainer_state, version_name
 from slime_backend.local_trainer.deepspeed_step import deepspeed, deepspeed_step, make_deepspeed_engine
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepMetrics
+from slime_backend.run_files import RunDir
 from slime_backend.runs import RunError
 from slime_backend.weight_sources.deepspeed_zero import DeepSpeedZeroSource
 from slime_backend.weight_sources.gathered import STAND_BY_S
@@ -43,7 +44,6 @@ START_S = 300.0  # importing torch, transformers and DeepSpeed takes a while whe
 CLOSE_S = 60.0
 POLL_S = 0.1
 NOTICE_S = 2.0  # the guard sees the end of a rank a little later than its peers do
-STATES = "deepspeed"  # in the run directory: DeepSpeed's own checkpoints, one per version
 
 Groups = Sequence[Sequence[Sample]]
 
@@ -141,7 +141,7 @@ class DeepSpeedTrainer:
             port=store.port,
             weights=str(weights),
             template=str(template),
-            states=str(run_dir / STATES),
+            states=str(RunDir(run_dir).deepspeed_states),
             resumed_step=state["step"] if state else None,
             zero_stage=config.zero_stage,
             threads=config.trainer_threads,
@@ -168,7 +168,7 @@ class DeepSpeedTrainer:
         with self._together("save_state", step):
             self._mine.save_state(step)
         save_trainer_state(run_dir, {**self.shape, "step": step})
-        for older in (run_dir / STATES).iterdir():
+        for older in RunDir(run_dir).deepspeed_states.iterdir():
             if older.is_dir() and older.name != version_name(step):
                 shutil.rmtree(older)
 
@@ -226,7 +226,7 @@ class DeepSpeedTrainer:
 
 
 def _start(settings: RankSettings, run_dir: Path) -> tuple[Popen[bytes], Path]:
-    log = run_dir / f"trainer{settings.rank}.log"
+    log = RunDir(run_dir).trainer_log(settings.rank)
     command = [sys.executable, "-m", "slime_backend.local_trainer.deepspeed_rank", settings.model_dump_json()]
     return engine_guard.start_guarded(command, os.environ, log), log
 

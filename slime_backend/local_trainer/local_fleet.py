@@ -15,6 +15,7 @@ from slime_backend.engine_process import EngineSettings, EngineStartError, Local
 from slime_backend.fleet import Fleet, admit
 from slime_backend.liveness import look
 from slime_backend.local_trainer.devices import place
+from slime_backend.run_files import RunDir
 
 WATCH_S = 2.0  # between two looks at the engines of `reef-slime up`
 
@@ -41,7 +42,7 @@ def make_engines(config: RunConfig, model: Path, version: str, log_dir: Path) ->
                 extra=config.engine_flags,
                 devices=devices[i],
             ),
-            log_path=log_dir / f"engine{i}.log",
+            log_path=RunDir(log_dir).engine_log(i),
             name=f"engine{i}",
         )
         for i, port in enumerate(ports)

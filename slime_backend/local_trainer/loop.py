@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,22 @@ from slime_backend.local_trainer.resumption import log_again, log_step, make_goo
 from slime_backend.local_trainer.retention import audit_is_behind, prune
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
-from slime_backend.local_trainer.trainer import Trainer, make_trainer
+from slime_backend.local_trainer.trainer import Trainer, check_trainer, make_trainer
+from slime_backend.policy import Policy
 from slime_backend.provenance import audit_follow
 from slime_backend.provenance.alerts import audit_alerts, gap_alerts, publication_alerts
 from slime_backend.provenance.audit import AuditResult, Violation, audit_run
 from slime_backend.provenance.classes import count_classes
-from slime_backend.provenance.jsonl import JsonlWriter
-from slime_backend.provenance.ledger_lock import RUN_HOLDER, describe_holder, lock_run
+from slime_backend.provenance.ledger_lock import describe_holder, lock_run
 from slime_backend.provenance.report.write import report_at_the_end
-from slime_backend.provenance.run_rows import sound_rows
+from slime_backend.provenance.run_rows import policy_of, sound_rows
 from slime_backend.provenance.staleness import count
 from slime_backend.provenance.summary import write_summary
 from slime_backend.provenance.tracker import Tracker, make_tracker
 from slime_backend.publication import PublicationError, PublicationReport, publish
-from slime_backend.runs import RunError, is_used, new_run_dir
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.jsonl import JsonlWriter
+from slime_backend.runs import RunError, RunMisused, is_used, new_run_dir, remove_unbegun
 from slime_backend.transports import DiskTransport, Transport
 
 NAMED_VIOLATIONS = 10  # of those found at once
@@ -78,7 +80,7 @@ def base_model(config: RunConfig) -> Path:
         return models.make_smollm2(made / "smollm2-135m-instruct")
     directory = Path(config.model)
     if not (directory / "config.json").is_file():
-        raise RunError(
+        raise RunMisused(
             f"model={config.model!r} is neither tiny, tiny_hybrid, smollm2 nor a directory with a config.json"
         )
     return directory
@@ -89,7 +91,7 @@ def choose_run_dir(config: RunConfig, resume: Path | None) -> Path:
     if resume is None:
         return new_run_dir(config.run_dir)
     if not is_used(resume):
-        raise RunError(f"{resume} holds no run to resume")
+        raise RunMisused(f"{resume} holds no run to resume")
     return resume
 
 
@@ -98,27 +100,34 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
 
     Raises RunError and the typed errors of engines, fleet and publication.
     """
-    place(config, trains=True)  # raises before anything is written
-    run_dir.mkdir(parents=True, exist_ok=True)
+    # What can be refused is, before anything is written.
+    place(config, trains=True)
+    check_trainer(config)
+    base = base_model(config)
+    new = not run_dir.exists()
     lock = lock_run(run_dir)
     if lock is None:
         raise RunError(
-            f"another process{describe_holder(run_dir, RUN_HOLDER)} is running {run_dir}; wait for its end, or choose "
-            "another name"
+            f"another process{describe_holder(RunDir(run_dir).run_lock_holder)} is running {run_dir}; wait for its "
+            "end, or choose another name"
         )
     with lock:
-        return await _train(config, run_dir, resume=resume, reporter=reporter)
+        try:
+            return await _train(config, base, run_dir, resume=resume, reporter=reporter)
+        except BaseException:
+            if new:
+                remove_unbegun(run_dir)
+            raise
 
 
-async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Reporter) -> dict[str, Any]:
-    started = time.monotonic()
+async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, reporter: Reporter) -> dict[str, Any]:
+    started, files = time.monotonic(), RunDir(run_dir)
     state = load_trainer_state(run_dir) if resume else None  # a run that was ended before step 1 starts over
     first_step = state["step"] if state else 0
-    base = base_model(config)
     if resume:
         check_resumable(run_dir, state, base)
-        forget_unpublished(run_dir / "weights", first_step)
-        make_good(run_dir, first_step, str(config.policy), config.transport, reporter.say)
+        forget_unpublished(files.all_weights, first_step)
+        make_good(run_dir, first_step, config.policy, config.transport, reporter.say)
     torch.set_num_threads(config.trainer_threads)
     torch.manual_seed(config.seed + first_step)
     version = version_name(first_step)
@@ -128,6 +137,7 @@ async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Re
         ratio_low=config.ratio_low,
         ratio_high=config.ratio_high,
     )
+    trainer = make_trainer(config, grpo, files.weights(version) if state else base, base, run_dir, state)
     tracker = make_tracker(
         config.tracker,
         run_dir,
@@ -139,7 +149,6 @@ async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Re
     )
     if resume:
         log_again(run_dir, tracker)
-    trainer = make_trainer(config, grpo, run_dir / "weights" / version if state else base, base, run_dir, state)
     reporter.say(f"policy: {config.policy}")
     memory = PeakMemory()
     outcome: dict[str, Any] = {"completed": False}
@@ -147,8 +156,8 @@ async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Re
     beside = AuditBeside(config, run_dir) if config.audit_beside and config.audit_rollouts else None
     try:
         with memory, closing(trainer):
-            await asyncio.to_thread(trainer.source.save, run_dir / "weights" / version)
-            async with running_fleet(config, run_dir / "weights" / version, version, run_dir, reporter.say) as fleet:
+            await asyncio.to_thread(trainer.source.save, files.weights(version))
+            async with running_fleet(config, files.weights(version), version, run_dir, reporter.say) as fleet:
                 outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
                 run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, beside, version)
                 if beside is not None:
@@ -164,12 +173,14 @@ async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Re
     finally:
         if beside is not None:
             await asyncio.to_thread(beside.stop)
+        policies = policies_of(run_dir, config.policy)
         facts = {
             **outcome,
             "audit": audit.summary() if audit else None,
             "wall_s": round(time.monotonic() - started, 1),
             "peak_rss_gib": round(memory.peak_gib, 2),
-            "policy": "; then ".join(policies_of(run_dir, str(config.policy))),
+            "policy": "; then ".join(map(str, policies)),
+            "policies": [asdict(policy) for policy in policies],
             "wandb_run_dir": tracker.directory if config.tracker == "wandb" else None,
             "tensorboard_dir": tracker.directory if config.tracker == "tensorboard" else None,
         }
@@ -183,10 +194,10 @@ async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Re
     return summary
 
 
-def policies_of(run_dir: Path, current: str) -> list[str]:
+def policies_of(run_dir: Path, current: Policy) -> list[Policy]:
     """The policies of a run's publications, in their order, and the current one: a resumed run may have another."""
-    rows = sound_rows(run_dir / "publications.jsonl")
-    return list(dict.fromkeys([*(str(row["policy"]) for row in rows if row.get("policy")), current]))
+    found = map(policy_of, sound_rows(RunDir(run_dir).publications))
+    return list(dict.fromkeys([*(policy for policy in found if policy is not None), current]))
 
 
 def _summary(run_dir: Path, facts: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -196,7 +207,7 @@ def _summary(run_dir: Path, facts: dict[str, Any]) -> tuple[dict[str, Any], str]
         return write_summary(run_dir, facts), ""
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        return facts, f"no summary: {what}; the run's other files are there, {run_dir / 'summary.json'} is not"
+        return facts, f"no summary: {what}; the run's other files are there, {RunDir(run_dir).summary} is not"
 
 
 async def _audit(config: RunConfig, run_dir: Path, beside: AuditBeside | None, reporter: Reporter) -> AuditResult:
@@ -245,13 +256,14 @@ class _Run:
         self.config, self.fleet, self.trainer = config, fleet, trainer
         self.started_from = started_from
         self.tracker, self.reporter, self.run_dir = tracker, reporter, run_dir
+        self.files = RunDir(run_dir)
         task = make_task(config.task)
         tokenizer = models.load_tokenizer(base)
         self.tokenizer = tokenizer
         self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir, reporter.say)
-        self.publications = JsonlWriter(run_dir / "publications.jsonl", durable=True)
-        self.steps_file = JsonlWriter(run_dir / "steps.jsonl", durable=True)
-        self.staleness = JsonlWriter(run_dir / "staleness.jsonl")
+        self.publications = JsonlWriter(self.files.publications, durable=True)
+        self.steps_file = JsonlWriter(self.files.steps, durable=True)
+        self.staleness = JsonlWriter(self.files.staleness)
         self.transport = self._transport()
 
     def _transport(self) -> Transport:
@@ -259,7 +271,7 @@ class _Run:
             from slime_backend.transports.distributed import DistributedTransport
 
             return DistributedTransport(self.trainer.source)
-        return DiskTransport(self.trainer.source, self.run_dir / "weights", saved=True)
+        return DiskTransport(self.trainer.source, self.files.all_weights, saved=True)
 
     async def steps(self, first: int) -> None:
         self.worker.start()
@@ -279,7 +291,7 @@ class _Run:
             row = self._record_step(step, batch, metrics)
             version = version_name(step)
             # On disk before anybody serves it: see checkpoint.py.
-            await asyncio.to_thread(self.trainer.source.save, self.run_dir / "weights" / version)
+            await asyncio.to_thread(self.trainer.source.save, self.files.weights(version))
             await asyncio.to_thread(self.trainer.save_state, self.run_dir, step)
             log_step(self.tracker, row)  # once it can't be trained again: no step is logged with two outcomes
             report = await self._publish(version)
@@ -301,7 +313,7 @@ class _Run:
         keep = self.config.keep_versions
         if keep is None or (self.beside is not None and await asyncio.to_thread(audit_is_behind, self.run_dir)):
             return
-        weights, in_flight = self.run_dir / "weights", self.worker.versions_in_flight()
+        weights, in_flight = self.files.all_weights, self.worker.versions_in_flight()
         await asyncio.to_thread(prune, weights, step, keep, in_flight, self.started_from)
 
     def _compare_logprobs(self, step: int, metrics: StepMetrics) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from slime_backend.run_files import new_directory
 from slime_backend.runs import RunError
 from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit, read_checkpoint
 
@@ -150,23 +149,13 @@ def _make_once(target: Path, recipe: dict[str, Any], write: Callable[[Path], Non
             return target
         what = "something else" if found is None else f"a model of another recipe, {json.dumps(found)},"
         raise ModelError(f"{target}: holds {what} and is left alone; remove it or choose another directory")
-    scratch: Path | None = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        write(scratch)
-        (scratch / RECIPE_FILE).write_text(json.dumps(recipe, indent=1) + "\n")
-        scratch.chmod(0o755)  # mkdtemp makes it private; engines may run as another user
-        try:
-            scratch.rename(target)
-        except OSError:
-            if _read_recipe(target) != recipe:  # a process that made the same model at the same time is welcome
-                raise
+        with new_directory(target) as partial:
+            write(partial)
+            (partial / RECIPE_FILE).write_text(json.dumps(recipe, indent=1) + "\n")
     except OSError as error:
-        raise ModelError(f"{target}: cannot write the model: {error}") from error
-    finally:
-        if scratch is not None:
-            shutil.rmtree(scratch, ignore_errors=True)
+        if _read_recipe(target) != recipe:  # a process that made the same model at the same time is welcome
+            raise ModelError(f"{target}: cannot write the model: {error}") from error
     return target
 
 

@@ -9,7 +9,6 @@ publications.jsonl doesn't may or may not have reached the engines, which are go
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,33 +16,37 @@ from typing import Any
 
 from slime_backend.local_trainer.checkpoint import version_name
 from slime_backend.local_trainer.metrics import publication_row_metrics, rollout_row_metrics, train_metrics
-from slime_backend.provenance.jsonl import JsonlWriter, parse_line
+from slime_backend.policy import Policy
 from slime_backend.provenance.run_rows import sound_rows
 from slime_backend.provenance.tracker import Tracker
 from slime_backend.publication import PublicationReport
+from slime_backend.run_files import RunDir, replace_file
+from slime_backend.run_files.jsonl import JsonlWriter, parse_line
 
-STEPS, SUPERSEDED, PUBLICATIONS = "steps.jsonl", "steps.superseded.jsonl", "publications.jsonl"
 
-
-def make_good(run_dir: Path, step: int, policy: str, transport: str, say: Callable[[str], None]) -> None:
+def make_good(run_dir: Path, step: int, policy: Policy, transport: str, say: Callable[[str], None]) -> None:
     """Make the files say what the checkpoint of `step` says; the lines that others were written for stay."""
-    superseded = _supersede_after(run_dir, step)
+    run = RunDir(run_dir)
+    superseded = _supersede_after(run, step)
     if superseded:
         numbers = ", ".join(map(str, superseded))
-        say(f"step {numbers} was trained and not saved: it is trained again; its row is in {SUPERSEDED}")
-    rows = {row.get("step") for row in sound_rows(run_dir / STEPS)}
+        say(f"step {numbers} was trained and not saved: it is trained again; its row is in {run.superseded_steps.name}")
+    rows = {row.get("step") for row in sound_rows(run.steps)}
     if step and step not in rows:
-        say(f"step {step} has no row in {STEPS}: its weights are those of v{step}, its rollouts can't be named")
-    if step and version_name(step) not in {row["version"] for row in sound_rows(run_dir / PUBLICATIONS)}:
-        _note_unknown(run_dir, step, policy, transport)
+        say(
+            f"step {step} has no row in {run.steps.name}: its weights are those of v{step}, its rollouts can't be named"
+        )
+    if step and version_name(step) not in {row["version"] for row in sound_rows(run.publications)}:
+        _note_unknown(run, step, policy, transport)
         say(f"whether v{step} was published before the run ended isn't known; the engines start with it now")
 
 
 def log_again(run_dir: Path, tracker: Tracker) -> None:
     """Log every step and publication that the files have, in the order of the first time: the tracker may have lost any
     of them with the process, and a row that it has is the same one at the same place."""
-    published = {row["version"]: row for row in sound_rows(run_dir / PUBLICATIONS) if row["state"] == "resumed"}
-    for row in sound_rows(run_dir / STEPS):
+    run = RunDir(run_dir)
+    published = {row["version"]: row for row in sound_rows(run.publications) if row["state"] == "resumed"}
+    for row in sound_rows(run.steps):
         step = row.get("step")
         if not isinstance(step, int) or "classes" not in row:  # of another program's run
             continue
@@ -59,9 +62,9 @@ def log_step(tracker: Tracker, row: dict[str, Any]) -> None:
     tracker.log("rollout", row["step"], rollout_row_metrics(row))
 
 
-def _supersede_after(run_dir: Path, step: int) -> list[int]:
+def _supersede_after(run: RunDir, step: int) -> list[int]:
     """Move the rows of later steps, and of a step that is there twice, out of steps.jsonl; their steps."""
-    path = run_dir / STEPS
+    path = run.steps
     if not path.is_file():
         return []
     kept: list[bytes] = []
@@ -76,21 +79,16 @@ def _supersede_after(run_dir: Path, step: int) -> list[int]:
             kept.append(line)
             seen.add(number)
     if moved:
-        writer = JsonlWriter(run_dir / SUPERSEDED, durable=True)
+        writer = JsonlWriter(run.superseded_steps, durable=True)
         for row in moved:
             writer.append(row)
         writer.close()
-        partial = run_dir / f".{STEPS}.partial"
-        with partial.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
+        replace_file(path, b"".join(kept), durable=True)
     return [row["step"] for row in moved]
 
 
-def _note_unknown(run_dir: Path, step: int, policy: str, transport: str) -> None:
+def _note_unknown(run: RunDir, step: int, policy: Policy, transport: str) -> None:
     report = PublicationReport(version_name(step), version_name(step - 1), policy, transport, started_at=time.time())
-    writer = JsonlWriter(run_dir / PUBLICATIONS, durable=True)
+    writer = JsonlWriter(run.publications, durable=True)
     writer.append({**report.to_json(), "state": "unknown"})
     writer.close()

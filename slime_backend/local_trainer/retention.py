@@ -13,11 +13,11 @@ trainer's weights are under nobody's lease: a gateway's leases are on samples.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from slime_backend.provenance.audit_follow import load
+from slime_backend.run_files.directory import remove_weights
 
 
 def removable(present: Iterable[str], step: int, keep: int, needed: Iterable[str]) -> list[str]:
@@ -33,9 +33,7 @@ def prune(weights: Path, step: int, keep: int, in_flight: Iterable[str], started
     """Remove what may go; its names."""
     gone = [v for v in removable((p.name for p in weights.glob("v*")), step, keep, in_flight) if v != started_from]
     for version in gone:
-        # The config first: without it the directory is no version for a reader, also after a kill half-way.
-        (weights / version / "config.json").unlink(missing_ok=True)
-        shutil.rmtree(weights / version)
+        remove_weights(weights / version)
     return gone
 
 

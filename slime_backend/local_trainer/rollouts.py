@@ -23,9 +23,10 @@ from slime_backend.dispatch import generate
 from slime_backend.fleet import Fleet
 from slime_backend.local_trainer.task import Question, Task, prompt_ids, shared_prompt_length
 from slime_backend.provenance.errors import RecordError
-from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.jsonl import JsonlWriter
 from slime_backend.wire import ANCHORS_HOOK, ANCHORS_KEY
 
 
@@ -58,14 +59,14 @@ class RolloutWorker:
         self.fleet, self.config, self.task, self.tokenizer, self.say = fleet, config, task, tokenizer, say
         self.counts = RolloutCounts()
         self._shared = shared_prompt_length(tokenizer, task)
-        self._submitted = JsonlWriter(run_dir / "submitted.jsonl")
+        self._submitted = JsonlWriter(RunDir(run_dir).submitted)
         self._rollouts = Ledger(run_dir, segment_bytes=int(config.rollouts_segment_mib * 2**20))
         # A resumed run must not ask the questions of its first part again, so the seed takes in how many there were.
         self._run_dir = run_dir
         self._unusable: JsonlWriter | None = None  # made for the first one
         self._last_unusable = ""
         self._empty = 0  # groups in a row without a usable rollout
-        self._asked = _count_lines(run_dir / "submitted.jsonl") // config.samples_per_group
+        self._asked = _count_lines(self._submitted.path) // config.samples_per_group
         self._questions: Iterator[Question] = task.questions(random.Random(f"{config.seed}/{self._asked}"))
         self._finished: asyncio.Queue[list[RolloutRecord] | BaseException] = asyncio.Queue()
         self._places = asyncio.Semaphore(config.groups_per_step + config.groups_ahead)
@@ -199,12 +200,13 @@ class RolloutWorker:
 
     def _note_unusable(self, receipt: str, group: str, why: str, answer: Any) -> None:
         if self._unusable is None:
-            self._unusable = JsonlWriter(self._run_dir / "unusable.jsonl")
+            self._unusable = JsonlWriter(RunDir(self._run_dir).unusable)
         self._unusable.append({"receipt": receipt, "group": group, "why": why, "answer": answer})
         self.counts.unusable += 1
         self._last_unusable = why
         if self.counts.unusable == 1:
-            self.say(f"an answer can't be used and is left out: {why}; this and further ones are in unusable.jsonl")
+            file = self._unusable.path.name
+            self.say(f"an answer can't be used and is left out: {why}; this and further ones are in {file}")
 
     def _anchors(self) -> dict[str, Any]:
         """Where other prompts of the task will diverge from this one, for engines that keep windows there: only those

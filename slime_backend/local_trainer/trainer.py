@@ -42,6 +42,14 @@ def make_trainer(
     return TorchTrainer(grpo, weights, template, state, place(config, trains=True).trainer)
 
 
+def check_trainer(config: RunConfig) -> None:
+    """Raise RunError where the trainer's package is missing."""
+    if config.trainer == "deepspeed":
+        from slime_backend.local_trainer.deepspeed_step import deepspeed
+
+        deepspeed("cpu")
+
+
 class TorchTrainer:
     """The model whole in this process."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from slime_backend.planner.predict import predict
 from slime_backend.planner.speeds import Speeds
 from slime_backend.planner.traffic import PlanError, Traffic, quantiles
 from slime_backend.planner.work import Mode
-from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.run_rows import policy_of
 from slime_backend.provenance.segments import read_records
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.jsonl import read_jsonl
 
 TOGETHER_S = 0.05  # requests of a group that were sent within this reach the engine at once
 SLOWEST, FASTEST = 1e-2, 1e8  # tokens per second between which a speed is looked for
@@ -40,7 +42,7 @@ def read_recorded(run_dir: Path, chunk: float) -> Recorded:
     records = list(read_records(run_dir))
     publications = [
         p
-        for p in read_jsonl(run_dir / "publications.jsonl")
+        for p in read_jsonl(RunDir(run_dir).publications)
         if p.get("state") == "resumed" and {type(p.get("started_at")), type(p.get("wall_ms"))} <= {int, float}
     ]
     if len(records) < 2 or len(publications) < 2:
@@ -68,7 +70,7 @@ def read_recorded(run_dir: Path, chunk: float) -> Recorded:
         together=statistics.median(_spread(group) for group in groups) < TOGETHER_S,
     )
     return Recorded(
-        mode=_mode(str(publications[-1].get("policy")), run_dir),
+        mode=_mode(publications[-1], run_dir),
         traffic=traffic,
         standstill_s=statistics.median(p["wall_ms"] for p in publications) / 1000,
         tokens_per_s=tokens / seconds / engines,
@@ -128,15 +130,15 @@ def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> float:
     return next(different, min(len(first), len(last)))
 
 
-def _mode(policy: str, run_dir: Path) -> Mode:
-    """From the policy's sentence (policy.py, `Policy.__str__`)."""
-    if policy.startswith("colocated"):
+def _mode(publication: Mapping[str, Any], run_dir: Path) -> Mode:
+    """The planner's name of a publication's policy."""
+    policy = policy_of(publication)
+    if policy is not None and policy.layout == "colocated":
         return "retract"
-    modes: tuple[Mode, ...] = ("off", "retract", "scoped")
-    for mode in modes:
-        if f"prefix sharing {mode}:" in policy:
-            return mode
-    raise PlanError(f"{run_dir}: its publications' policy is {policy!r}, which the planner has no formula for")
+    if policy is None or policy.prefix_sharing == "unsafe":
+        named = str(policy or publication.get("policy"))
+        raise PlanError(f"{run_dir}: its publications' policy is {named!r}, which the planner has no formula for")
+    return policy.prefix_sharing
 
 
 def to_json(recorded: Recorded) -> dict[str, Any]:

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend.provenance.conclusion import ONE_IN, Conclusion, conclude
-from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.diagnosis import Diagnostician
 from slime_backend.provenance.differences import SPAN_KINDS, Differences, span_kind
 from slime_backend.provenance.errors import AuditError
-from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling import Plan, Sample
 from slime_backend.provenance.sampling_params import not_auditable
 from slime_backend.provenance.scorer import LoadModel, Scorer, WeightsGoneError
 from slime_backend.provenance.segments import read_records
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.damage import Damage
+from slime_backend.run_files.jsonl import read_jsonl
 
 TOLERANCE = 1e-4  # |difference of log-prob|, fp32
 EXPLAINED_VIOLATIONS = 20  # for these the audit also looks for what would explain them
@@ -105,7 +106,7 @@ class Audit:
         seed: int = 0,
     ) -> None:
         self.run_dir, self.tolerance, self.one_in = run_dir, tolerance, one_in
-        self.scorer = Scorer(run_dir / "weights", load_model)
+        self.scorer = Scorer(RunDir(run_dir).all_weights, load_model)
         self.sample = Sample(rollouts, seed)
         self._diagnostician = Diagnostician(self.scorer, tolerance)
         self._differences = {kind: Differences() for kind in SPAN_KINDS}
@@ -198,7 +199,7 @@ class Audit:
 
     def _published(self) -> set[str]:
         """Read again where the file has grown."""
-        path = self.run_dir / "publications.jsonl"
+        path = RunDir(self.run_dir).publications
         size = path.stat().st_size if path.is_file() else 0
         if size != self._published_size:
             rows = read_jsonl(path)
@@ -235,9 +236,9 @@ def audit_run(
         for version in record.versions:
             versions.setdefault(version, len(versions))
     if not offered and audit.damage:
-        raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollout that can be read: {audit.damage}")
+        raise AuditError(f"{RunDir(run_dir).rollouts} has no rollout that can be read: {audit.damage}")
     if not offered:
-        raise AuditError(f"{run_dir / 'rollouts.jsonl'} has no rollouts; was the run started with another directory?")
+        raise AuditError(f"{RunDir(run_dir).rollouts} has no rollouts; was the run started with another directory?")
     chosen: Iterable[RolloutRecord]
     if rollouts is None:  # in the order of the ledger, where versions follow each other
         chosen = (r for r in read_records(run_dir) if not not_auditable(r.sampling) and not audit.is_gone(r))

@@ -25,10 +25,10 @@ from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.ledger_lock import is_written
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.segments import Tail
+from slime_backend.run_files import RunDir, replace_file
 
 log = logging.getLogger(__name__)
 
-FILE = "audit.json"
 POLL_S = 1.0
 QUEUE = 256  # rollouts taken in and not checked yet
 SAVE_S = 5.0  # between two states of the file
@@ -111,10 +111,7 @@ def follow(
 
 
 def save(run_dir: Path, result: AuditResult) -> None:
-    """Written beside its place and renamed, so that a reader finds it whole."""
-    partial = run_dir / f".{FILE}.partial"
-    partial.write_text(json.dumps(result.to_json(), indent=2) + "\n")
-    partial.rename(run_dir / FILE)
+    replace_file(RunDir(run_dir).audit, json.dumps(result.to_json(), indent=2) + "\n")
 
 
 def save_fullest(run_dir: Path, result: AuditResult) -> bool:
@@ -128,10 +125,11 @@ def save_fullest(run_dir: Path, result: AuditResult) -> bool:
 
 def load(run_dir: Path) -> AuditResult | None:
     """The audit as it stands; None where there is none yet, or the file is damaged."""
+    path = RunDir(run_dir).audit
     try:
-        return AuditResult.from_json(json.loads((run_dir / FILE).read_text()))
+        return AuditResult.from_json(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s is damaged and is left out: %s", run_dir / FILE, error)
+        log.warning("%s is damaged and is left out: %s", path, error)
         return None

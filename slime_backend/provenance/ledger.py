@@ -28,19 +28,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.errors import ConversionError, LedgerError
-from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.ledger_catch_up import open_index
 from slime_backend.provenance.ledger_index import Entry, LedgerIndex
 from slime_backend.provenance.ledger_lock import LedgerLock, describe_holder, lock_ledger
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import ACTIVE, FOLDER, PARTIAL, list_segments, parquet_module, sealed_path
+from slime_backend.provenance.segments import list_segments, parquet_module, sealed_path
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.damage import Damage
+from slime_backend.run_files.jsonl import JsonlWriter
+from slime_backend.run_files.replace import PARTIAL
 
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 1024 * 1024  # of lines, before a segment is sealed: some 2,500 rollouts of 1,200 tokens
-NEXT = "_next.jsonl"  # the file that a rotation opens first
 LOCK_S = 30.0  # a reader that rebuilds the index holds the lock too
 
 
@@ -55,7 +56,7 @@ class Ledger:
         self._lock: LedgerLock | None = lock_ledger(run_dir, LOCK_S)
         if self._lock is None:
             raise LedgerError(
-                f"another process{describe_holder(run_dir)} writes rollouts to {run_dir}; "
+                f"another process{describe_holder(RunDir(run_dir).ledger_lock_holder)} writes rollouts to {run_dir}; "
                 "wait for it or choose another run"
             )
         self._index: LedgerIndex | None = None
@@ -112,8 +113,8 @@ class Ledger:
 
     def _open_active(self) -> None:
         self._number = list_segments(self.run_dir)[-1].number
-        self._writer = JsonlWriter(self.run_dir / ACTIVE)
-        with (self.run_dir / ACTIVE).open("rb") as file:
+        self._writer = JsonlWriter(RunDir(self.run_dir).rollouts)
+        with self._writer.path.open("rb") as file:
             self._row = sum(1 for _ in file)
 
     def _open_index(self) -> None:
@@ -128,10 +129,10 @@ class Ledger:
         """Seal the active segment. Where the disk refuses (no space, no file handle left), it goes on as it is: nothing
         is renamed before the file after it is open, and a rename without the other is taken back."""
         number = self._number
-        active, sealed = self.run_dir / ACTIVE, sealed_path(self.run_dir, number, "jsonl")
+        active, sealed = RunDir(self.run_dir).rollouts, sealed_path(self.run_dir, number, "jsonl")
         following: JsonlWriter | None = None
         try:
-            following = JsonlWriter(self.run_dir / FOLDER / NEXT)
+            following = JsonlWriter(RunDir(self.run_dir).next_rollouts)
             active.rename(sealed)
             try:
                 following.path.rename(active)
@@ -162,7 +163,7 @@ class Ledger:
 
     def _convert(self, number: int) -> None:
         """Turn a sealed segment into Parquet. Where that fails its lines stay, and stay readable."""
-        lines, parquet = (sealed_path(self.run_dir, number, kind) for kind in ("jsonl", "parquet"))
+        lines, parquet = sealed_path(self.run_dir, number, "jsonl"), sealed_path(self.run_dir, number, "parquet")
         try:
             rows = parquet_module().convert(lines, parquet)
         except (ConversionError, LedgerError) as error:
@@ -176,7 +177,7 @@ class Ledger:
             self._note(f"segment {number}: its lines can't be removed yet: {error}")
 
     def _finish_rotations(self) -> None:
-        for path in (self.run_dir / FOLDER).glob(f"*{PARTIAL}"):
+        for path in RunDir(self.run_dir).ledger.glob(f"*{PARTIAL}"):
             path.unlink()
         self._finish_renames()
         for segment in list_segments(self.run_dir):
@@ -188,7 +189,7 @@ class Ledger:
 
     def _finish_renames(self) -> None:
         """A rotation that ended between its two renames has left a file that holds nothing yet."""
-        following = self.run_dir / FOLDER / NEXT
+        following = RunDir(self.run_dir).next_rollouts
         if following.exists() and not following.stat().st_size:
             following.unlink()
 

@@ -7,9 +7,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.errors import RecordError
-from slime_backend.provenance.jsonl import parse_line, scan_lines
 from slime_backend.provenance.ledger_index import Entry, LedgerIndex, index_path, remove_index
 from slime_backend.provenance.ledger_lock import is_written as is_written
 from slime_backend.provenance.ledger_lock import lock_ledger as lock_ledger
@@ -22,6 +20,8 @@ from slime_backend.provenance.segments import (
     parquet_module,
     sealed_path,
 )
+from slime_backend.run_files.damage import Damage
+from slime_backend.run_files.jsonl import parse_line, scan_lines
 
 BATCH = 2000  # rows per transaction
 

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend.provenance.classes import classify
-from slime_backend.provenance.segments import FOLDER
 from slime_backend.provenance.stored_segments import read_segments
+from slime_backend.run_files import RunDir
 from slime_backend.wire import Prefill, Span
 
-FILE = "_index.sqlite"
 ROW_BITS = 32  # id = segment << 32 | row
 CACHE_KIB = 65536  # receipts are random, so inserts touch pages everywhere
 BUSY_S = 5.0
@@ -217,7 +216,7 @@ class LedgerIndex:
 
 
 def index_path(run_dir: Path) -> Path:
-    return run_dir / FOLDER / FILE
+    return RunDir(run_dir).ledger_index
 
 
 def remove_index(run_dir: Path) -> None:

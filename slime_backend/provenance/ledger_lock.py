@@ -19,13 +19,11 @@ import uuid
 from pathlib import Path
 from typing import Any, TextIO
 
-from slime_backend.provenance.segments import FOLDER
+from slime_backend.run_files import RunDir
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
-LOCK, HOLDER = "_lock", "_lock_holder.json"
-RUN_LOCK, RUN_HOLDER = "_run_lock", "_run_lock_holder.json"
 NO_FLOCK = frozenset((errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL))
 
 _INSTANCE = uuid.uuid4().hex  # of this process: a number of one that ended may be given again
@@ -56,19 +54,18 @@ class LedgerLock:
 
 def lock_ledger(run_dir: Path, wait_s: float) -> LedgerLock | None:
     """The lock of a run's ledger, or None if somebody holds it for longer than `wait_s`."""
-    return _lock(run_dir, LOCK, HOLDER, wait_s)
+    return _lock(RunDir(run_dir).ledger_lock, RunDir(run_dir).ledger_lock_holder, wait_s)
 
 
 def lock_run(run_dir: Path) -> LedgerLock | None:
     """The lock of a whole run, from before its first file is read until its last one is written; None if another
     process holds it."""
-    return _lock(run_dir, RUN_LOCK, RUN_HOLDER, 0.0)
+    return _lock(RunDir(run_dir).run_lock, RunDir(run_dir).run_lock_holder, 0.0)
 
 
-def _lock(run_dir: Path, lock: str, holder: str, wait_s: float) -> LedgerLock | None:
-    folder = run_dir / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / lock).open("a")
+def _lock(lock: Path, holder: Path, wait_s: float) -> LedgerLock | None:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    file = lock.open("a")
     until = time.monotonic() + wait_s
     try:
         while True:
@@ -84,7 +81,7 @@ def _lock(run_dir: Path, lock: str, holder: str, wait_s: float) -> LedgerLock | 
         file.close()
         if error.errno not in NO_FLOCK:
             raise
-        return _lock_by_file(folder / holder, until, error)
+        return _lock_by_file(holder, until, error)
 
 
 def is_written(run_dir: Path) -> bool:
@@ -93,7 +90,7 @@ def is_written(run_dir: Path) -> bool:
     A shared lock is tried for, so two who ask don't see each other; a writer that comes in this moment tries again.
     """
     try:
-        with (run_dir / FOLDER / LOCK).open() as file:
+        with RunDir(run_dir).ledger_lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -102,14 +99,15 @@ def is_written(run_dir: Path) -> bool:
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
-        holder = _read_holder(run_dir / FOLDER / HOLDER)
-        return holder is not None and not _is_gone(run_dir / FOLDER / HOLDER, holder)
+        path = RunDir(run_dir).ledger_lock_holder
+        holder = _read_holder(path)
+        return holder is not None and not _is_gone(path, holder)
     return False
 
 
-def describe_holder(run_dir: Path, holder_file: str = HOLDER) -> str:
-    """Who holds the lock, where a file says so, and what to do if that process is gone; else nothing."""
-    path = run_dir / FOLDER / holder_file
+def describe_holder(path: Path) -> str:
+    """Who holds the lock whose holder's file this is, where there is one, and what to do if that process is gone; else
+    nothing."""
     holder = _read_holder(path)
     if holder is None:
         return ""

@@ -10,13 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.errors import LedgerError, RecordError
-from slime_backend.provenance.jsonl import parse_line
 from slime_backend.provenance.ledger_catch_up import catch_up, is_current, lock_ledger, open_index
 from slime_backend.provenance.ledger_index import LedgerIndex, Place, Query, index_path, remove_index
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import ACTIVE, Segment, list_segments, one_line, parquet_module, sealed_path
+from slime_backend.provenance.segments import Segment, list_segments, one_line, parquet_module, sealed_path
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.damage import Damage
+from slime_backend.run_files.jsonl import parse_line
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,9 @@ class LedgerReader:
 def open_reader(run_dir: Path) -> LedgerReader:
     """Raises LedgerError where nothing was recorded."""
     if not any(segment.path.exists() for segment in list_segments(run_dir)):
-        raise LedgerError(f"{run_dir} has no {ACTIVE}; was the run started with another directory?")
+        raise LedgerError(
+            f"{run_dir} has no {RunDir(run_dir).rollouts.name}; was the run started with another directory?"
+        )
     return LedgerReader(run_dir)
 
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,10 +23,10 @@ import pyarrow.json as pa_json
 import pyarrow.parquet as pq
 
 from slime_backend.provenance.errors import ConversionError, RecordError
-from slime_backend.provenance.jsonl import scan_lines
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import PARTIAL
 from slime_backend.provenance.stored_segments import KEEP, restore
+from slime_backend.run_files import replace_file
+from slime_backend.run_files.jsonl import scan_lines
 
 GROUP_BYTES = 512 * 1024  # of JSON in a row group: what one look-up has to decode
 BLOCK_BYTES = 64 * 1024 * 1024  # no record may be longer than a block of the JSON reader
@@ -93,36 +91,25 @@ def convert(lines: Path, parquet: Path) -> int:
     Raises ConversionError (a full disk, a value that its column can't hold, a damaged line: it stays as it is, and so
     do the lines around it).
     """
-    partial = parquet.with_name(f"_{parquet.name}{PARTIAL}")
     try:
         table = _read_table(lines)
         if table.num_rows != _count_lines(lines):
             raise ValueError(f"{table.num_rows} rows of {_count_lines(lines)} lines; one is blank or cut off")
         bytes_per_row = max(1, lines.stat().st_size // max(1, table.num_rows))
-        pq.write_table(
-            table,
-            partial,
-            row_group_size=max(1, GROUP_BYTES // bytes_per_row),
-            compression="zstd",
-            write_statistics=_STATISTICS,
-        )
-        _to_disk(partial)
-        partial.rename(parquet)
-        _to_disk(parquet.parent)
+
+        def write(file: BinaryIO) -> None:
+            pq.write_table(
+                table,
+                file,
+                row_group_size=max(1, GROUP_BYTES // bytes_per_row),
+                compression="zstd",
+                write_statistics=_STATISTICS,
+            )
+
+        replace_file(parquet, write, durable=True)
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise ConversionError(f"{lines.name}: {type(error).__name__}: {error}") from error
     return int(table.num_rows)
-
-
-def _to_disk(path: Path) -> None:
-    """Wait until the file, or the names in a directory, would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_table(lines: Path) -> pa.Table:

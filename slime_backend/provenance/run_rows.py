@@ -1,14 +1,20 @@
-"""The rows of a run's own JSON lines files, with what each row must have; a row that lacks it is a damaged line."""
+"""The rows of a run's own JSON lines files, with what each row must have; a row that lacks it is a damaged line.
+
+Also the policy of a publication's row, whose facts are fields.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from slime_backend.provenance.damage import Damage
-from slime_backend.provenance.jsonl import scan_lines
+from slime_backend.policy import AfterPause, Layout, PauseMode, Policy, PrefixSharing
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.damage import Damage
+from slime_backend.run_files.jsonl import scan_lines
 
 Check = Callable[[Any], bool]
 
@@ -39,11 +45,12 @@ _OUTCOME: Mapping[str, Check] = {
     **dict.fromkeys(("tokens_swept", "requests_retracted", "tokens_to_prefill_again"), _is_count),
     **dict.fromkeys(("pause_ms", "flush_ms", "load_ms", "paused_ms"), _is_number_or_none),
 }
+_RUN = RunDir(Path())
 NEEDED: Mapping[str, Mapping[str, Check]] = {
-    "submitted.jsonl": {"receipt": _is_text},
-    "unusable.jsonl": {"receipt": _is_text},
-    "steps.jsonl": {"reward_mean": _is_number, "lag_mean": _is_number, "lag_max": _is_number},
-    "publications.jsonl": {"version": _is_text, "state": _is_text, "engines": _are_outcomes},
+    _RUN.submitted.name: {"receipt": _is_text},
+    _RUN.unusable.name: {"receipt": _is_text},
+    _RUN.steps.name: {"reward_mean": _is_number, "lag_mean": _is_number, "lag_max": _is_number},
+    _RUN.publications.name: {"version": _is_text, "state": _is_text, "engines": _are_outcomes},
 }
 
 
@@ -62,6 +69,40 @@ def sound_rows(path: Path, damage: Damage | None = None) -> Iterator[dict[str, A
                 found.add_line(path, line.number, f"{wrong} is missing or has the wrong type")
             elif line.record is not None:
                 yield line.record
+
+
+_POLICY: Mapping[str, tuple[object, ...]] = {  # field of Policy -> what it may be
+    "layout": get_args(Layout),
+    "prefix_sharing": get_args(PrefixSharing),
+    "pause_mode": get_args(PauseMode),
+    "radix_cache": (True, False),
+    "after_pause": get_args(AfterPause),
+}
+
+
+def policy_of(row: Mapping[str, Any]) -> Policy | None:
+    """The policy of a publication's row; None where this version knows no such policy, or the row names none."""
+    facts = row.get("policy_fields")
+    return _policy(facts if isinstance(facts, Mapping) else _facts_of_sentence(str(row.get("policy"))))
+
+
+def _facts_of_sentence(sentence: str) -> dict[str, Any]:
+    """The facts of a row that was written before they were fields: it has the policy's sentence alone."""
+    found = re.fullmatch(
+        r"(?P<layout>\w+), prefix sharing (?P<prefix_sharing>\w+): pause (?P<pause_mode>\w+), "
+        r"radix cache (?P<radix_cache>on|off), then (?P<after_pause>\w+)",
+        sentence,
+    )
+    if found is None:
+        return {}
+    return {**found.groupdict(), "radix_cache": found["radix_cache"] == "on"}
+
+
+def _policy(facts: Mapping[str, Any]) -> Policy | None:
+    known = {name: facts.get(name) for name in _POLICY}
+    if any(value not in _POLICY[name] for name, value in known.items()):
+        return None
+    return Policy(**known)  # type: ignore[arg-type]
 
 
 def without_nan(value: Any) -> Any:

@@ -4,7 +4,7 @@
     rollouts/_000001.jsonl    sealed, not turned into Parquet yet (a kill came in between; the next writer does it)
     rollouts.jsonl            the active segment; its number is the next one
 
-Whatever else is in `rollouts/` bears a leading underscore, which readers of Parquet directories pass over.
+Whatever else is in `rollouts/` begins with `_` or `.`, which readers of Parquet directories pass over.
 
 A segment keeps its number when it is sealed and when it changes its format, and its rows keep their order, so whoever
 has noted (segment, row) never has to note it again. Most runs have the active segment only.
@@ -18,40 +18,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
-from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.errors import LedgerError, RecordError
-from slime_backend.provenance.jsonl import scan_lines
 from slime_backend.provenance.records import RolloutRecord
-
-ACTIVE = "rollouts.jsonl"
-FOLDER = "rollouts"
-PARTIAL = ".partial"
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.damage import Damage
+from slime_backend.run_files.directory import SegmentKind
+from slime_backend.run_files.jsonl import scan_lines
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     number: int
     path: Path
-    kind: Literal["jsonl", "parquet"]
+    kind: SegmentKind
     sealed: bool
 
 
-def sealed_path(run_dir: Path, number: int, kind: str) -> Path:
-    return run_dir / FOLDER / (f"{number:06d}.parquet" if kind == "parquet" else f"_{number:06d}.jsonl")
+def sealed_path(run_dir: Path, number: int, kind: SegmentKind) -> Path:
+    return RunDir(run_dir).sealed_rollouts(number, kind)
 
 
 def list_segments(run_dir: Path) -> list[Segment]:
     """All segments in order; the active one is last, whether its file is there yet or not."""
     found: dict[int, Segment] = {}
     # A Parquet file is complete, so it wins over the lines that it was made from.
-    for kind, pattern in (("jsonl", "_[0-9]*.jsonl"), ("parquet", "[0-9]*.parquet")):
-        for path in (run_dir / FOLDER).glob(pattern):
-            number = path.stem.removeprefix("_")
-            if number.isdigit():
-                found[int(number)] = Segment(int(number), path, kind, True)  # type: ignore[arg-type]
-    active = Segment(max(found, default=-1) + 1, run_dir / ACTIVE, "jsonl", False)
+    kinds: tuple[SegmentKind, ...] = ("jsonl", "parquet")
+    for kind in kinds:
+        for number, path in RunDir(run_dir).list_sealed_rollouts(kind):
+            found[number] = Segment(number, path, kind, True)
+    active = Segment(max(found, default=-1) + 1, RunDir(run_dir).rollouts, "jsonl", False)
     return [*(found[number] for number in sorted(found)), active]
 
 

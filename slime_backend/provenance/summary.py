@@ -15,10 +15,11 @@ from typing import Any
 
 from slime_backend.provenance.bounded import Median, ReceiptCounts
 from slime_backend.provenance.classes import CLASSES, RolloutClass
-from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.run_rows import sound_rows, without_nan
 from slime_backend.provenance.segments import read_records
+from slime_backend.run_files import RunDir, replace_file
+from slime_backend.run_files.damage import Damage
 
 ENGINE_SUMS = (  # over publications and engines
     "flush_verified",
@@ -34,13 +35,14 @@ def summarise(run_dir: Path) -> dict[str, Any]:
 
     Reads each once, row by row, in memory of a fixed size whatever the length of the run.
     """
+    run = RunDir(run_dir)
     damage, ledger_damage = Damage(), Damage()
     figures = {
-        **_steps(sound_rows(run_dir / "steps.jsonl", damage)),
-        **_publications(sound_rows(run_dir / "publications.jsonl", damage)),
+        **_steps(sound_rows(run.steps, damage)),
+        **_publications(sound_rows(run.publications, damage)),
         **_rollouts(
-            sound_rows(run_dir / "submitted.jsonl", damage),
-            sound_rows(run_dir / "unusable.jsonl", damage),
+            sound_rows(run.submitted, damage),
+            sound_rows(run.unusable, damage),
             read_records(run_dir, ledger_damage),
         ),
     }
@@ -194,11 +196,10 @@ def prefix_figures(records: Iterable[RolloutRecord]) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path, extra: dict[str, Any]) -> dict[str, Any]:
-    """Write and return the summary. Written beside its place and renamed, so that it is whole or old."""
+    """Write and return the summary."""
     summary = {**summarise(run_dir), **extra}
-    partial = run_dir / ".summary.json.partial"
-    partial.write_text(json.dumps(without_nan(summary), indent=2, allow_nan=False) + "\n")
-    partial.rename(run_dir / "summary.json")
+    text = json.dumps(without_nan(summary), indent=2, allow_nan=False) + "\n"
+    replace_file(RunDir(run_dir).summary, text)
     return summary
 
 

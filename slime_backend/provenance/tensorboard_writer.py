@@ -8,6 +8,7 @@ from typing import Any
 
 from slime_backend.provenance.alerts import Alert
 from slime_backend.provenance.tracker import TABLE_COLUMNS, plain_figures
+from slime_backend.run_files import RunDir
 
 SHOWN_ROWS = 100  # a text of more is slow to show
 
@@ -19,7 +20,7 @@ class TensorBoardWriter:
         import tensorboard  # noqa: F401  torch's own message without it doesn't name it as missing
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self.directory: str | None = str(run_dir / "tensorboard")
+        self.directory: str | None = str(RunDir(run_dir).tensorboard)
         self._writer: Any = SummaryWriter(self.directory)
         self._alerts = 0
         self._text("settings", _markdown(("key", "value"), settings.items()))

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime_backend.provenance.alerts import Alert
-from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.segments import list_segments
 from slime_backend.provenance.tracker import STEP_METRICS, TABLE_COLUMNS, plain_figures
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.jsonl import read_jsonl
 
 ARTIFACT_S = 60  # to wait for an artifact to be stored, online
 END = "reef/recorded_to_its_end"  # of the summary: the last thing that a run is told
 TIMES = 8  # that everything is logged to an offline run
-KEPT = ".wandb-rows.jsonl"  # in the run directory, while an offline run is under way: what it got, row by row
 WRITTEN_S = 1.0  # after a run's end
 
 
@@ -45,9 +45,9 @@ class WandbWriter:
     ) -> None:
         import wandb
 
-        self._wandb, self._run_dir, self._name = wandb, run_dir, name
+        self._wandb, self._files, self._name = wandb, RunDir(run_dir), name
         self._online, self._with_artifacts = mode == "online", with_artifacts
-        id_file = run_dir / "wandb_id"
+        id_file = self._files.wandb_id
         known = id_file.read_text(errors="replace").strip() if id_file.is_file() else ""
         run_id = known if known.isalnum() else wandb.sdk.lib.runid.generate_id()  # empty after a power cut
         id_file.write_text(run_id + "\n")  # a resumed run goes on in the same W&B run
@@ -58,7 +58,7 @@ class WandbWriter:
             "mode": mode,
             "config": dict(settings),
         }
-        self._kept = None if self._online else (run_dir / KEPT).open("w")
+        self._kept = None if self._online else self._files.wandb_rows.open("w")
         self._last: list[Callable[[Any], None]] = []  # of the run's end
         self._run = self._begin(run_dir)
         self._there = self._rows_there()
@@ -115,13 +115,13 @@ class WandbWriter:
         if self._kept is not None:
             self._kept.close()
             self._make_whole(Path(str(self.directory)))
-            (self._run_dir / KEPT).unlink(missing_ok=True)
+            self._files.wandb_rows.unlink(missing_ok=True)
 
     def _make_whole(self, directory: Path) -> None:
         for _ in range(TIMES - 1):
             if _is_whole(directory):
                 return
-            with tempfile.TemporaryDirectory(dir=self._run_dir, prefix=".wandb-") as again:
+            with tempfile.TemporaryDirectory(dir=self._files.path, prefix=".wandb-") as again:
                 run = self._begin(Path(again))
                 self._log_kept(run)
                 for what in self._last:
@@ -133,7 +133,7 @@ class WandbWriter:
             raise OSError(f"W&B left {directory} without what it was told last; the run's own files have all of it")
 
     def _log_kept(self, run: Any) -> None:
-        with (self._run_dir / KEPT).open() as kept:
+        with self._files.wandb_rows.open() as kept:
             for line in kept:
                 content = json.loads(line)
                 if "row" in content:
@@ -147,10 +147,10 @@ class WandbWriter:
         Artifacts refer to the run's files and copy nothing. Every version names its rollouts in `trained_on`; W&B's own
         lineage comes from using an artifact, which it allows online only.
         """
-        segments = [s.path for s in list_segments(self._run_dir) if s.path.exists()]
-        for row in read_jsonl(self._run_dir / "steps.jsonl"):
+        segments = [s.path for s in list_segments(self._files.path) if s.path.exists()]
+        for row in read_jsonl(self._files.steps):
             step, version = row["step"], f"v{row['step']}"
-            weights = self._run_dir / "weights" / version
+            weights = self._files.weights(version)
             if not weights.is_dir():
                 continue
             trained_on = f"{self._name}-rollouts-{version}"

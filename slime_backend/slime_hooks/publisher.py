@@ -24,8 +24,9 @@ from slime_backend.event_loop import LoopThread
 from slime_backend.fleet import Fleet, FleetError, Member, admit
 from slime_backend.local_trainer.metrics import publication_metrics
 from slime_backend.policy import Policy
-from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.publication import PublicationError, PublicationReport, publish
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.jsonl import JsonlWriter
 from slime_backend.slime_hooks import router
 from slime_backend.slime_hooks.errors import PublicationFailed, from_publication
 from slime_backend.transports import Transport
@@ -80,7 +81,7 @@ class SlimePublisher:
         self._engines: dict[str, Engine] = {}  # by the name of their member
         self._routed: set[str] = set()
         self._guard = threading.Lock()  # of `_routed`: the loop's helper threads take engines out at any time
-        self._records = JsonlWriter(run_dir / "publications.jsonl")
+        self._records = JsonlWriter(RunDir(run_dir).publications)
 
     def close(self) -> None:
         self._records.close()

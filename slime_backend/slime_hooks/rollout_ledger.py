@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.ledger import Ledger
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.jsonl import JsonlWriter
 from slime_backend.slime_hooks.generate_calls import METADATA_KEY, calls_of, notes, record_of
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,8 @@ class RolloutLedger:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()  # slime generates in one thread, or several, and collects in another
         self._ledger = Ledger(run_dir)
-        self._steps = JsonlWriter(run_dir / "steps.jsonl")
-        self._staleness = JsonlWriter(run_dir / "staleness.jsonl")
+        self._steps = JsonlWriter(RunDir(run_dir).steps)
+        self._staleness = JsonlWriter(RunDir(run_dir).staleness)
 
     def record(self, samples: Any, *, temperature: float, engine: str, reward_key: str | None = None) -> None:
         """Write the calls of finished samples that aren't written yet. `samples`: a sample, or lists of them."""

@@ -6,11 +6,13 @@ checkpoint that the engines started with.
 from __future__ import annotations
 
 import functools
-import shutil
 from pathlib import Path
 from typing import Any
 
 from slime_backend.import_hooks import ModuleFunction
+from slime_backend.run_files import RunDir, replace_directory
+from slime_backend.run_files.directory import remove_weights
+from slime_backend.run_files.replace import partial_name, remove_tree
 from slime_backend.slime_hooks.stale_samples import BASE_VERSION
 
 
@@ -28,13 +30,19 @@ def save_published(module: Any) -> None:
         before = self.weight_updater.weight_version
         result = original(self)
         version = self.weight_updater.weight_version
-        weights = Path(self.args.reef_run_dir) / "weights"
-        if dist.get_rank() == 0:
-            _link_base(weights, Path(self.args.hf_checkpoint))
+        run, first = RunDir(Path(self.args.reef_run_dir)), dist.get_rank() == 0
+        if first:
+            _link_base(run, Path(self.args.hf_checkpoint))
         if version != before:
-            save_hf_model_to_path(self.args, weights / str(version), self.model)
-            if dist.get_rank() == 0:
-                remove_old(weights, int(version), getattr(self.args, "reef_keep_versions", None))
+            # One name on all ranks. slime's other ranks begin to write after its first one has, and all have ended
+            # when it returns (0.3.1, hf_checkpoint_saver.py).
+            partial = partial_name(run.weights(str(version)), "slime")
+            if first:
+                remove_tree(partial)
+            save_hf_model_to_path(self.args, partial, self.model)
+            if first:
+                replace_directory(partial, run.weights(str(version)))
+                remove_old(run.all_weights, int(version), getattr(self.args, "reef_keep_versions", None))
         return result
 
     module.MegatronTrainRayActor.update_weights = update_weights
@@ -47,15 +55,13 @@ def remove_old(weights: Path, version: int, keep: int | None) -> list[str]:
     numbers = sorted(int(p.name) for p in weights.iterdir() if p.name.isdecimal())
     gone = [str(number) for number in numbers if number <= version - keep]
     for name in gone:
-        # The config first: without it the directory is no version for an audit, also after a kill half-way.
-        (weights / name / "config.json").unlink(missing_ok=True)
-        shutil.rmtree(weights / name)
+        remove_weights(weights / name)
     return gone
 
 
-def _link_base(weights: Path, checkpoint: Path) -> None:
-    weights.mkdir(parents=True, exist_ok=True)
-    base = weights / BASE_VERSION
+def _link_base(run: RunDir, checkpoint: Path) -> None:
+    run.all_weights.mkdir(parents=True, exist_ok=True)
+    base = run.weights(BASE_VERSION)
     if not base.is_symlink():
         base.symlink_to(checkpoint.resolve(), target_is_directory=True)
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime_backend.engine_client import EngineClient
+from slime_backend.run_files.replace import partial_name
 from slime_backend.transports.base import Refused
 from slime_backend.transports.served import ServedModels, why_not_from_disk
 from slime_backend.weight_sources import WeightSource
@@ -139,7 +139,7 @@ class DiskTransport(_FromDisk):
 
     async def _write(self, directory: Path, clients: Sequence[EngineClient]) -> None:
         """Under another name until it is complete and checked: what has the version's name is a version."""
-        partial = directory.with_name(f".{directory.name}.new-{uuid.uuid4().hex}")
+        partial = partial_name(directory)
         try:
             await _awaited(self.source.save, partial)
             await self._check(partial, clients)

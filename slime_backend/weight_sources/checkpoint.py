@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+
+from slime_backend.run_files import new_directory
 
 INDEX = "model.safetensors.index.json"
 
@@ -24,10 +25,7 @@ def write_checkpoint(directory: Path, template: Path, buckets: Iterable[Sequence
         return
     from safetensors.torch import save_file
 
-    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_directory(directory) as partial:
         written: list[tuple[Path, dict[str, int]]] = []  # file -> tensor -> bytes
         for bucket in buckets:
             file = partial / f"bucket-{len(written)}"
@@ -38,10 +36,6 @@ def write_checkpoint(directory: Path, template: Path, buckets: Iterable[Sequence
         for file in template.iterdir():
             if file.is_file() and file.suffix in {".json", ".jinja", ".txt", ".model"} and "index" not in file.name:
                 shutil.copyfile(file, partial / file.name)
-        partial.rename(directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _name_files(directory: Path, written: Sequence[tuple[Path, dict[str, int]]]) -> None:

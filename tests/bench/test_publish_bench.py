@@ -14,6 +14,7 @@ from slime_backend.bench.publish import Load, Measured, in_turns
 from slime_backend.bench.rows import BenchError, Row
 from slime_backend.bench.slime_sequence import Stop
 from slime_backend.engine_client import Deadlines, EngineClient
+from slime_backend.policy import decide
 from slime_backend.publication import EngineOutcome, PublicationReport
 from slime_backend.simulation.fake_engine import FakeEngine
 
@@ -83,7 +84,9 @@ def test_a_request_of_the_load_that_fails_ends_the_bench(run_async: Any) -> None
 def measured(slime_ms: float, our_ms: float) -> Measured:
     phases = {"pause_ms": 1.0, "flush_ms": our_ms - 1, "label_ms": 2.0, "resume_ms": 3.0}
     engines = [EngineOutcome(f"e{i}", **phases, paused_ms=our_ms + 3 + i) for i in range(2)]
-    report = PublicationReport("v1", "v0", "p", "none", verified_ms=our_ms, wall_ms=our_ms + 5, engines=engines)
+    report = PublicationReport(
+        "v1", "v0", decide("disjoint", "retract"), "none", verified_ms=our_ms, wall_ms=our_ms + 5, engines=engines
+    )
     stops = [Stop(slime_ms, slime_ms + 5)] * 3
     return Measured(1, 32, stops, [report] * 3, [report] * 3, [32, 31, 32], [0, 0, 0])
 

@@ -16,6 +16,7 @@ import pytest
 
 from slime_backend.config import make_config
 from slime_backend.local_trainer import loop
+from slime_backend.policy import decide
 from slime_backend.provenance.report import write
 from slime_backend.provenance.tracker import Tracker
 from slime_backend.publication import EngineOutcome, PublicationReport
@@ -80,7 +81,9 @@ def train(tmp_path, monkeypatch, run_async):
         engines = [EngineOutcome(name, paused_ms=1.0, confirmed=True) for name in ("engine0", "engine1")]
         if version == "v2":
             engines[1] = EngineOutcome("engine1", failed_step="load", reason="disk full")
-        return PublicationReport(version, "v0", "a policy", "disk", state="resumed", started_at=1.0, engines=engines)
+        return PublicationReport(
+            version, "v0", decide("disjoint", "retract"), "disk", state="resumed", started_at=1.0, engines=engines
+        )
 
     monkeypatch.setattr(loop, "running_fleet", fleet)
     monkeypatch.setattr(loop, "RolloutWorker", Worker)

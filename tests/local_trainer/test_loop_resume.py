@@ -11,7 +11,7 @@ import pytest
 from slime_backend.config import RunConfig
 from slime_backend.local_trainer import loop
 from slime_backend.local_trainer.checkpoint import load_trainer_state
-from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.run_files.jsonl import read_jsonl
 from tests.local_trainer.test_loop_staleness import fake_fleet
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slime_backend.local_trainer.grpo import StepMetrics
 from slime_backend.local_trainer.metrics import publication_metrics, rollout_metrics
+from slime_backend.policy import decide
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.staleness import count
 from slime_backend.provenance.tracker import STEP_METRICS
@@ -29,7 +30,9 @@ def logged() -> set[str]:
     families = {
         "train": [f.name for f in fields(StepMetrics)],
         "rollout": rollout_metrics(row, [], 0),
-        "publication": publication_metrics(PublicationReport("v1", "v0", "", "disk", engines=[EngineOutcome("e")])),
+        "publication": publication_metrics(
+            PublicationReport("v1", "v0", decide("disjoint", "retract"), "disk", engines=[EngineOutcome("e")])
+        ),
     }
     assert set(families) == set(STEP_METRICS)
     return {f"{family}/{name}" for family, names in families.items() for name in names}

@@ -15,8 +15,8 @@ from slime_backend.planner.measured import EngineSpeeds, Shape, Slice
 from slime_backend.planner.plan import Given, make_plan
 from slime_backend.planner.traffic import PlanError
 from slime_backend.planner.work import MODES
-from slime_backend.provenance.jsonl import JsonlWriter
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.run_files.jsonl import JsonlWriter
 from slime_backend.wire import KvSegment, Prefill, Span
 
 TRAFFIC = ["--prompt-tokens", "4000", "--answer-tokens", "500", "--in-flight", "64", "--publications-per-hour", "60"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from slime_backend.policy import decide
 from slime_backend.provenance.alerts import audit_alerts, publication_alerts
 from slime_backend.publication import EngineOutcome, PublicationReport
 
 
 def report(*engines: EngineOutcome, state: str = "resumed") -> PublicationReport:
-    return PublicationReport("v3", "v2", "a policy", "disk", state=state, engines=list(engines))  # type: ignore[arg-type]
+    return PublicationReport("v3", "v2", decide("disjoint", "retract"), "disk", state=state, engines=list(engines))  # type: ignore[arg-type]
 
 
 GOOD = EngineOutcome("engine0", confirmed=True)

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime_backend.cli_rollouts import show_rollouts
-from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.errors import LedgerError, RecordError
-from slime_backend.provenance.jsonl import parse_line, read_jsonl
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.ledger_index import Query, index_path
 from slime_backend.provenance.ledger_reader import open_reader
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.segments import Tail, list_segments, read_records, read_rollouts
 from slime_backend.provenance.summary import summarise, write_summary
+from slime_backend.run_files.damage import Damage
+from slime_backend.run_files.jsonl import parse_line, read_jsonl
 from slime_backend.simulation.made_rollouts import made, receipt
 
 RECORDS = 8
@@ -191,7 +191,7 @@ def test_a_bad_block_is_passed_over(tmp_path, monkeypatch):
     import errno
     import io
 
-    from slime_backend.provenance import jsonl
+    from slime_backend.run_files import jsonl
 
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"".join(b'{"n":%d,"x":"%s"}\n' % (n, b"x" * 500) for n in range(40)))

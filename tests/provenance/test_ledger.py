@@ -380,7 +380,7 @@ def test_a_full_disk_is_an_error_and_leaves_no_half_record(tmp_path):
     script = f"""
 import resource, signal, sys
 from pathlib import Path
-from slime_backend.provenance.jsonl import JsonlWriter
+from slime_backend.run_files.jsonl import JsonlWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = JsonlWriter(Path({str(tmp_path)!r}) / "x.jsonl")
 writer.append({{"n": 1}})

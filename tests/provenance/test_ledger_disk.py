@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from slime_backend.provenance.errors import LedgerError
-from slime_backend.provenance.jsonl import JsonlWriter, read_jsonl
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.ledger_index import LedgerIndex, Query
-from slime_backend.provenance.ledger_lock import HOLDER, is_written
+from slime_backend.provenance.ledger_lock import is_written
 from slime_backend.provenance.ledger_reader import open_reader
-from slime_backend.provenance.segments import FOLDER, list_segments, read_rollouts
+from slime_backend.provenance.segments import list_segments, read_rollouts
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.jsonl import JsonlWriter, read_jsonl
 from slime_backend.simulation.made_rollouts import made, receipt
 
 SMALL = 4000  # bytes of a segment
@@ -83,7 +84,7 @@ def test_a_rotation_that_the_disk_refuses_is_put_off(tmp_path, monkeypatch, step
     with open_reader(tmp_path) as reader:
         assert reader.count(Query()) == number
         assert [r.receipt for r in reader.find(Query())] == [receipt(n) for n in range(number)]
-    assert not (tmp_path / FOLDER / "_next.jsonl").exists()
+    assert not (RunDir(tmp_path).next_rollouts).exists()
 
 
 def no_flock(error):
@@ -107,7 +108,7 @@ def test_without_flock_one_writer_at_a_time(tmp_path, monkeypatch, error):
         with open_reader(tmp_path) as reader:  # beside the writer
             assert reader.count(Query()) == 1
     assert not is_written(tmp_path)
-    assert not (tmp_path / FOLDER / HOLDER).exists()
+    assert not RunDir(tmp_path).ledger_lock_holder.exists()
     with Ledger(tmp_path) as ledger:
         ledger.append(made(1))
     assert receipts(tmp_path) == [receipt(0), receipt(1)]
@@ -118,8 +119,8 @@ def test_without_flock_a_killed_writer_is_taken_over_and_one_elsewhere_is_not(tm
     monkeypatch.setattr("slime_backend.provenance.ledger.LOCK_S", 0.0)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(60)
-    (tmp_path / FOLDER).mkdir()
-    holder = tmp_path / FOLDER / HOLDER
+    RunDir(tmp_path).ledger.mkdir()
+    holder = RunDir(tmp_path).ledger_lock_holder
     mine = {"pid": ended.pid, "host": socket.gethostname(), "started": "1", "instance": "x"}
     holder.write_text(json.dumps(mine))
     assert not is_written(tmp_path)

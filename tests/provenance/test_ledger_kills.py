@@ -22,11 +22,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.ledger_index import Query
 from slime_backend.provenance.ledger_reader import open_reader
 from slime_backend.provenance.segments import list_segments, read_rollouts
+from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.simulation.made_rollouts import made, receipt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,7 +142,8 @@ def test_a_rotation_cut_at_each_step_is_finished(tmp_path):
 
     renamed = sealed("renamed")
     half = sealed("half a Parquet file")
-    (half / "rollouts" / "_000000.parquet.partial").write_bytes(b"PAR1 and then the kill")
+    for name in (".000000.parquet.0123.partial", "_000000.parquet.partial"):  # the second: as it was called once
+        (half / "rollouts" / name).write_bytes(b"PAR1 and then the kill")
     both = sealed("both files")
     convert(both / "rollouts" / "_000000.jsonl", both / "rollouts" / "000000.parquet")
     for run_dir in (renamed, half, both):

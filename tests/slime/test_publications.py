@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.run_files.jsonl import read_jsonl
 
 pytestmark = [pytest.mark.slime, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(1200)]
 

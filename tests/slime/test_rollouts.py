@@ -9,9 +9,9 @@ import pytest
 
 from slime_backend.local_trainer.models import load_model
 from slime_backend.provenance.audit import audit_run
-from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.ledger_index import Query
 from slime_backend.provenance.ledger_reader import open_reader
+from slime_backend.run_files.jsonl import read_jsonl
 
 from ..wandb_files import read_wandb
 

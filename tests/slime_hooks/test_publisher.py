@@ -10,7 +10,7 @@ import pytest
 
 from slime_backend.event_loop import LoopThread
 from slime_backend.policy import decide
-from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.transport import NameTransport
 from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from slime_backend.policy import decide
-from slime_backend.provenance.jsonl import read_jsonl
+from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.slime_hooks import updaters
 from slime_backend.slime_hooks.errors import EngineRejectedUpdate
 from slime_backend.slime_hooks.rank_link import link_of

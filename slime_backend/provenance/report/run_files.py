@@ -12,15 +12,16 @@ from typing import Any
 
 from slime_backend.provenance.bounded import Thinned
 from slime_backend.provenance.classes import CLASSES
-from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.errors import LedgerError, RecordError
-from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.ledger_index import Query
 from slime_backend.provenance.ledger_reader import LedgerReader, open_reader
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.report.hit_rate import HitRate
 from slime_backend.provenance.segments import read_rollouts
 from slime_backend.provenance.summary import summarise
+from slime_backend.run_files import RunDir
+from slime_backend.run_files.damage import Damage
+from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.wire import WireError
 
 # What is drawn of a long run: these many steps and publications, evenly spaced, so that page and memory stay bounded.
@@ -85,17 +86,18 @@ def read_run(run_dir: Path) -> RunFiles:
     run = RunFiles(run_dir)
     _read_steps(run)
     _read_publications(run)
-    run.audit = _object(run, "audit.json")
+    files = RunDir(run_dir)
+    run.audit = _object(run, files.audit)
     if run.audit is None:
         run.missing.append(
-            "There is no audit.json: the run did not reach its audit, or makes none; `reef-slime audit` does."
+            f"There is no {files.audit.name}: the run did not reach its audit, or makes none; `reef-slime audit` does."
         )
     rollouts = _read_ledger(run)
-    summary = _object(run, "summary.json")
+    summary = _object(run, files.summary)
     if summary is None:
         run.missing.append(
-            "There is no summary.json: the run is still going or was killed. The figures below are counted from its "
-            "other files."
+            f"There is no {files.summary.name}: the run is still going or was killed. The figures below are counted "
+            "from its other files."
         )
         summary = _counted(run)
     else:
@@ -107,7 +109,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 def _read_steps(run: RunFiles) -> None:
     kept: Thinned[dict[str, Any]] = Thinned(DRAWN_STEPS)
-    for row in _rows(run, "steps.jsonl", "step", "reward and lag are not shown"):
+    for row in _rows(run, RunDir(run.run_dir).steps, "step", "reward and lag are not shown"):
         kept.add({key: value for key, value in row.items() if key != "receipts"})
     run.steps, run.step_count = kept.all(), kept.seen
 
@@ -117,7 +119,8 @@ def _read_publications(run: RunFiles) -> None:
     spaced: Thinned[tuple[int, dict[str, Any]]] = Thinned(DRAWN_PUBLICATIONS)
     unconfirmed: list[tuple[int, dict[str, Any]]] = []
     slowest: list[tuple[float, int, dict[str, Any]]] = []
-    for number, row in enumerate(_rows(run, "publications.jsonl", "engines", "publications are not shown")):
+    rows = _rows(run, RunDir(run.run_dir).publications, "engines", "publications are not shown")
+    for number, row in enumerate(rows):
         run.published.update(name for name in (row.get("previous_version"), row.get("version")) if name)
         spaced.add((number, row))
         if len(unconfirmed) < KEPT_UNCONFIRMED and not all(e.get("confirmed") for e in row["engines"] or []):
@@ -135,7 +138,7 @@ def _check_versions(run: RunFiles) -> None:
     unknown = [v for v in run.hit_rate.versions if v not in run.published]
     if run.publications and unknown:
         names = ", ".join(unknown[:NAMED_VERSIONS]) + (", ..." if len(unknown) > NAMED_VERSIONS else "")
-        run.missing.append(f"Rollouts name versions that publications.jsonl doesn't: {names}.")
+        run.missing.append(f"Rollouts name versions that {RunDir(run.run_dir).publications.name} doesn't: {names}.")
 
 
 def _compare(run: RunFiles, summary: dict[str, Any], rollouts: int) -> None:
@@ -151,27 +154,26 @@ def _compare(run: RunFiles, summary: dict[str, Any], rollouts: int) -> None:
     }
     for name, (told, there) in counted.items():
         if told is None:
-            run.missing.append(f"summary.json doesn't say how many {name} there were.")
+            run.missing.append(f"{RunDir(run.run_dir).summary.name} doesn't say how many {name} there were.")
         elif told != there:
-            run.missing.append(f"summary.json counts {told} {name}, the files have {there}.")
+            run.missing.append(f"{RunDir(run.run_dir).summary.name} counts {told} {name}, the files have {there}.")
 
 
-def _object(run: RunFiles, name: str) -> dict[str, Any] | None:
+def _object(run: RunFiles, path: Path) -> dict[str, Any] | None:
     """A JSON file's object; None where there is none, and a note where it can't be read."""
-    path = run.run_dir / name
     if not path.is_file():
         return None
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        run.missing.append(f"{name} can't be read: {error}.")
+        run.missing.append(f"{path.name} can't be read: {error}.")
         return None
     return data if isinstance(data, dict) else None
 
 
-def _rows(run: RunFiles, name: str, key: str, consequence: str) -> Iterator[dict[str, Any]]:
+def _rows(run: RunFiles, path: Path, key: str, consequence: str) -> Iterator[dict[str, Any]]:
     """The readable rows of a JSON lines file; a damaged one, and one without `key`, is none."""
-    path = run.run_dir / name
+    name = path.name
     if not path.is_file():
         run.missing.append(f"There is no {name}: {consequence}.")
         return

@@ -55,6 +55,8 @@ def key_figures(summary: Mapping[str, Any]) -> str:
     """Every plain figure of the summary, under the names that the file uses."""
     rows = []
     for key, value in summary.items():
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            continue
         if isinstance(value, dict):
             value = ", ".join(f"{name} {count}" for name, count in value.items() if not isinstance(count, list | dict))
         elif isinstance(value, list):

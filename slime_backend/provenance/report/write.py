@@ -15,24 +15,23 @@ from slime_backend.provenance.report.page import Section, page
 from slime_backend.provenance.report.palette import version_colours
 from slime_backend.provenance.report.run_files import RunFiles, read_run
 from slime_backend.provenance.report.verdict import judge
+from slime_backend.run_files import RunDir, replace_file
 
-FILE = "report.html"
 NO_CHART = "<p>The files of this run have nothing to draw here.</p>"
 
 log = logging.getLogger(__name__)
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `report.html` from the files of the run and return its path. Written beside its place and renamed.
+    """Write `report.html` from the files of the run and return its path.
 
     Raises ReportError without plotly or without a run, OSError where the directory can't be written.
     """
     library = plotly_source()
-    if not any((run_dir / name).exists() for name in ("submitted.jsonl", "rollouts.jsonl", "summary.json")):
+    run = RunDir(run_dir)
+    if not any(file.exists() for file in (run.submitted, run.rollouts, run.summary)):
         raise ReportError(f"{run_dir} holds no run; give a directory that reef-slime train wrote")
-    partial = run_dir / f".{FILE}.partial"
-    partial.write_text(compose(read_run(run_dir), library), encoding="utf-8")
-    return partial.rename(run_dir / FILE)
+    return replace_file(run.report, compose(read_run(run_dir), library))
 
 
 def report_at_the_end(run_dir: Path, say: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slime_backend.policy import decide
 from slime_backend.provenance.audit import AuditResult, Violation
 from slime_backend.provenance.conclusion import conclude
 from slime_backend.provenance.differences import Differences
@@ -50,7 +51,7 @@ def publication(number: int, engines: Sequence[str]) -> PublicationReport:
     return PublicationReport(
         f"v{number}",
         f"v{number - 1}",
-        "a policy",
+        decide("disjoint", "retract"),
         "disk",
         state="resumed",
         started_at=1_796_000_000.0 + 5 * number,

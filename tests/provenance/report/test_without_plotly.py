@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from slime_backend.provenance.errors import ReportError
-from slime_backend.provenance.report.write import FILE, report_at_the_end, write_report
+from slime_backend.provenance.report.write import report_at_the_end, write_report
 
 
 @pytest.fixture
@@ -23,4 +23,4 @@ def test_one_line_says_what_to_install(make_run):
         write_report(run_dir)
     report_at_the_end(run_dir, said.append)
     assert said == ["no report: the report needs plotly: pip install 'reef-slime[report]'"]
-    assert not (run_dir / FILE).exists()
+    assert not (run_dir / "report.html").exists()

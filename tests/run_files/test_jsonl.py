@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from slime_backend.provenance.jsonl import JsonlWriter, read_jsonl
+from slime_backend.run_files.jsonl import JsonlWriter, read_jsonl
 
 
 def test_what_was_appended_is_read_back(tmp_path):
