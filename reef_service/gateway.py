@@ -25,6 +25,7 @@ from reef_service.publisher import Publisher, brief
 from reef_service.store import Store
 from reef_service.text.tokenizer import ModelTokenizer
 from reef_service.watch import Watch
+from slime_backend.config import ConfigError
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_keys import EngineKeys
 from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
@@ -120,9 +121,9 @@ async def join_engines(
     wait_s: float = 60.0,
 ) -> Fleet:
     """A fleet of engines that somebody else started, at the version that most of them serve; the others join at the
-    next publication. `clients` is filled, for the caller to close. Raises FleetError, EngineError."""
+    next publication. `clients` is filled, for the caller to close. Raises ConfigError without URLs, FleetError, EngineError."""
     if not urls:
-        raise FleetError("gateway.engines is empty; name the engines' base URLs, or use `reef-slime up`")
+        raise ConfigError("gateway.engines is empty; name the engines' base URLs, or use `reef-slime up`")
     clients += [EngineClient(url, name=f"engine{i}", keys=keys, deadlines=deadlines) for i, url in enumerate(urls)]
     labels = await asyncio.gather(*(client.weight_version() for client in clients))
     version = max(labels, key=labels.count) or "v0"

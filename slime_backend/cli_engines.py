@@ -13,7 +13,7 @@ from rich.table import Table
 from slime_backend.doctor import Diagnosis, diagnose
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_keys import EngineKeys
-from slime_backend.fleet import Fleet, VersionTaken, admit
+from slime_backend.fleet import Fleet, VersionTaken, admit, check_named
 from slime_backend.policy import Policy
 from slime_backend.publication import PublicationReport
 from slime_backend.publication import publish as run_publication
@@ -37,6 +37,7 @@ async def publish_checkpoint(
     An engine that a dead publisher left paused is taken along: the publication ends with every engine resumed.
     `compare`, `finite`: as CheckpointTransport's. Raises VersionTaken, CheckpointUnfit before anything is paused.
     """
+    check_named(version)
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(EngineClient(url, keys=keys, deadlines=deadlines))

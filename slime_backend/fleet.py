@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slime_backend.engine_client import EngineClient, EngineError
-from slime_backend.errors import ReefError
+from slime_backend.errors import ReefError, UsageError
 from slime_backend.evidence import named_ranks, why_ranks_missing
 from slime_backend.kv_holders import unhandled
 from slime_backend.policy import Policy, check_radix_setting
@@ -43,6 +43,10 @@ class FleetError(ReefError, RuntimeError):
 
 class VersionTaken(FleetError):
     """A name that stands for other weights already."""
+
+
+class VersionUnnamed(UsageError, VersionTaken):
+    """Weights can't be published without a name."""
 
 
 class EngineUnfit(FleetError):
@@ -96,8 +100,7 @@ class Fleet:
     def check_new(self, version: str) -> None:
         """Raise VersionTaken unless `version` is a new name: a token's record names its weights by it, so that other
         weights under the same name could never be told from them."""
-        if not version.strip():
-            raise VersionTaken("a version needs a name")
+        check_named(version)
         if version == self.version or version in self._used:
             state = "in force" if version == self.version else "an earlier one"
             raise VersionTaken(
@@ -217,6 +220,12 @@ class Fleet:
     def _notify(self) -> None:
         event, self._changed = self._changed, asyncio.Event()
         event.set()
+
+
+def check_named(version: str) -> None:
+    """Raise VersionUnnamed for a version without a name."""
+    if not version.strip():
+        raise VersionUnnamed("a version needs a name")
 
 
 def check_fit(

@@ -60,6 +60,17 @@ def test_help_names_the_commands():
             "'every-3-s' is not a part of bench modes; its parts are every-4-s",
         ),
         (["plan", "no/such/run"], "no run directory no/such/run"),
+        (["plan", "--bench", "no/such/file"], "no/such/file can't be read (No such file or directory)"),
+        (["plan", "--bench", "README.md"], "README.md: not what `reef-slime bench modes --write` writes"),
+        (["train", "configs/cpu_tiny.yaml", "--resume", "no/such/run"], "no/such/run holds no run to resume"),
+        (["train", "configs/cpu_tiny.yaml", "--set", "model=no/model"], "model='no/model' is neither"),
+        (["up", "configs/cpu_tiny.yaml", "--set", "model=no/model"], "model='no/model' is neither"),
+        (["up", "configs/gateway_cpu.yaml", "--set", "model=no/model"], "model='no/model' is neither"),
+        (["publish", "--engine", "http://127.0.0.1:9", "--checkpoint", "x", "--version", ""], "a version needs a name"),
+        (
+            ["publish", "--engine", "http://127.0.0.1:9", "--checkpoint", "x", "--version", " "],
+            "a version needs a name",
+        ),
         (["train", "configs/cpu_tiny.yaml", "--staleness", "drop"], "give max_version_lag as well"),
         (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "-1"], "max_version_lag=-1"),
         (["train", "configs/cpu_tiny.yaml", "--max-version-lag", "x"], "valid integer"),
@@ -80,11 +91,7 @@ def test_wrong_use_exits_with_two(args, expected, call):
 
 
 def test_failures_exit_with_one_and_one_line(tmp_path, call):
-    config = str(ROOT / "configs" / "cpu_tiny.yaml")
-    places = ["--set", f"runs_dir={tmp_path}", "--set", f"models_dir={tmp_path}/models"]
     cases = {
-        "model='no/model' is neither": ["train", config, *places, "--set", "model=no/model"],
-        "holds no run to resume": ["train", config, *places, "--resume", str(tmp_path / "none")],
         "has no rollouts;": ["audit", str(tmp_path)],
         "has no rollouts to audit": ["audit", str(tmp_path), "--plan"],
         "has no rollouts.jsonl": ["rollouts", str(tmp_path)],

@@ -14,9 +14,12 @@ import slime_backend
 from slime_backend.config import ConfigError
 from slime_backend.engine_client import EngineError, EngineRefused
 from slime_backend.errors import EngineFault, ReefError, UsageError
+from slime_backend.fleet import VersionTaken, VersionUnnamed
+from slime_backend.planner.measured import MeasurementError
 from slime_backend.planner.traffic import PlanError
 from slime_backend.policy import PolicyError
 from slime_backend.publication import NotConfirmed
+from slime_backend.runs import RunError, RunMisused
 from slime_backend.transports import TransportError
 
 # Inside SGLang's processes nothing of ours but the plugin and wire.py is imported; whoever calls them says it in a
@@ -44,7 +47,17 @@ def test_every_error_has_the_base_that_the_command_line_catches():
 
 def test_wrong_use_exits_with_2_and_everything_else_with_1():
     usage = {c for c in error_classes() if issubclass(c, ReefError) and c.exit_code == 2}
-    assert usage == {UsageError, ConfigError, PlanError, PolicyError}
+    assert usage == {
+        UsageError,
+        ConfigError,
+        MeasurementError,
+        PlanError,
+        PolicyError,
+        RunMisused,
+        VersionUnnamed,
+    }
+    assert issubclass(RunMisused, RunError)
+    assert issubclass(VersionUnnamed, VersionTaken)
 
 
 @pytest.mark.parametrize(

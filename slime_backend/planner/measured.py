@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from slime_backend.errors import ReefError
+from slime_backend.errors import UsageError
 from slime_backend.planner.traffic import Traffic
 from slime_backend.planner.work import Mode
 
 
-class MeasurementError(ReefError, RuntimeError):
+class MeasurementError(UsageError, RuntimeError):
     """A file of measurements can't be used, or lacks a mode; the message is one line."""
 
 

@@ -18,7 +18,7 @@ CONFIG = "configs/gateway_cpu.yaml"
         (["up", CONFIG, "--set", "gateway.engines=[x]"], 2, "`up` starts its own: use `serve`"),
         (["serve", CONFIG, "--set", "gateway.host=0.0.0.0"], 2, "give agent_token_file and admin_token_file"),
         (["serve", CONFIG, "--set", "gateway=3", "--set", "gateway.port=1"], 2, "gateway isn't a section"),
-        (["serve", CONFIG], 1, "gateway.engines is empty"),
+        (["serve", CONFIG], 2, "gateway.engines is empty"),
         (["serve", CONFIG, "--set", "gateway.engines=[http://127.0.0.1:9]"], 1, "no connection"),
         (["export", "configs"], 2, "configs has no gateway.sqlite"),
     ],
