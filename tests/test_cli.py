@@ -61,7 +61,6 @@ def test_help_names_the_commands():
         ),
         (["plan", "no/such/run"], "no run directory no/such/run"),
         (["plan", "--bench", "no/such/file"], "no/such/file can't be read (No such file or directory)"),
-        (["plan", "--bench", "README.md"], "README.md: not what `reef-slime bench modes --write` writes"),
         (["train", "configs/cpu_tiny.yaml", "--resume", "no/such/run"], "no/such/run holds no run to resume"),
         (["train", "configs/cpu_tiny.yaml", "--set", "model=no/model"], "model='no/model' is neither"),
         (["up", "configs/cpu_tiny.yaml", "--set", "model=no/model"], "model='no/model' is neither"),

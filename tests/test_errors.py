@@ -15,7 +15,7 @@ from slime_backend.config import ConfigError
 from slime_backend.engine_client import EngineError, EngineRefused
 from slime_backend.errors import EngineFault, ReefError, UsageError
 from slime_backend.fleet import VersionTaken, VersionUnnamed
-from slime_backend.planner.measured import MeasurementError
+from slime_backend.planner.measured import MeasurementsMissing
 from slime_backend.planner.traffic import PlanError
 from slime_backend.policy import PolicyError
 from slime_backend.publication import NotConfirmed
@@ -50,7 +50,7 @@ def test_wrong_use_exits_with_2_and_everything_else_with_1():
     assert usage == {
         UsageError,
         ConfigError,
-        MeasurementError,
+        MeasurementsMissing,
         PlanError,
         PolicyError,
         RunMisused,

@@ -12,13 +12,17 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from slime_backend.errors import UsageError
+from slime_backend.errors import ReefError, UsageError
 from slime_backend.planner.traffic import Traffic
 from slime_backend.planner.work import Mode
 
 
-class MeasurementError(UsageError, RuntimeError):
+class MeasurementError(ReefError, RuntimeError):
     """A file of measurements can't be used, or lacks a mode; the message is one line."""
+
+
+class MeasurementsMissing(UsageError, MeasurementError):
+    """There is no file where one was named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +127,7 @@ def read_runs(path: Path) -> list[ModeResults]:
     try:
         runs = [from_json(run["details"]) for run in json.loads(path.read_text())["runs"]]
     except OSError as error:
-        raise MeasurementError(f"{path} can't be read ({error.strerror})") from error
+        raise MeasurementsMissing(f"{path} can't be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
         raise MeasurementError(
             f"{path}: not what `reef-slime bench modes --write` writes ({type(error).__name__}: {error})"

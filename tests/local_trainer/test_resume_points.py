@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
+from dataclasses import asdict
 
 import pytest
 
@@ -225,3 +226,4 @@ def test_the_summary_of_a_resumed_run_has_each_policy(tmp_path, tiny_directory, 
     changed = config.model_copy(update={"disjoint_prefix_sharing": "scoped", "steps": STEPS + 1})
     summary, _ = run(changed, resume=True)
     assert summary["policy"] == f"{config.policy}; then {changed.policy}"
+    assert summary["policies"] == [asdict(config.policy), asdict(changed.policy)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from slime_backend.planner.measured import EngineSpeeds, Shape, Slice
 from slime_backend.planner.plan import Given, make_plan
 from slime_backend.planner.traffic import PlanError
 from slime_backend.planner.work import MODES
+from slime_backend.policy import Policy, decide
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.run_files.jsonl import JsonlWriter
 from slime_backend.wire import KvSegment, Prefill, Span
@@ -234,6 +235,25 @@ def test_an_assumed_prefill_step_is_said(run_dir: Path):
     said = "prefill steps of 8192 tokens assumed"
     assert any(said in note for note in json.loads(plan(str(run_dir), "--json"))["notes"])
     assert not any(said in note for note in json.loads(plan(str(run_dir), "--json", "--chunk", "2048"))["notes"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "mode"),
+    [
+        (decide("disjoint", "off"), "off"),
+        (decide("disjoint", "retract"), "retract"),
+        (decide("disjoint", "scoped"), "scoped"),
+        (decide("colocated", "scoped"), "retract"),  # colocated engines retract and flush, whatever it says
+    ],
+    ids=str,
+)
+def test_a_run_s_mode_is_its_policy_s_fields_and_not_its_sentence(run_dir: Path, policy: Policy, mode: str):
+    path = run_dir / "publications.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row |= {"policy": "prefix sharing retract: reworded", "policy_fields": asdict(policy)}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert from_ledger.read_recorded(run_dir, 2048).mode == mode
 
 
 def test_a_run_of_the_negative_control_has_no_formula(run_dir: Path):
