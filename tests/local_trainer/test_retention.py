@@ -11,6 +11,7 @@ import pytest
 
 from slime_backend.config import ConfigError, make_config
 from slime_backend.local_trainer import loop
+from slime_backend.local_trainer.checkpoint import forget_unpublished
 from slime_backend.local_trainer.models import load_model
 from slime_backend.local_trainer.retention import audit_is_behind, prune, removable
 from slime_backend.provenance import audit_follow
@@ -121,3 +122,11 @@ def test_an_audit_checks_the_versions_that_are_there_and_counts_the_others(tmp_p
     unknown = audit_run(tmp_path, load_model, rollouts=None)
     assert {v.fault for v in unknown.violations} == {"unknown version"}
     assert len(unknown.violations) == 4
+
+
+def test_a_resumed_run_removes_what_was_not_published_and_what_a_killed_writer_left(tmp_path):
+    for name in ("v1", "v2", "v3", ".v3.0123.partial", "default", ".default.0123.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    forget_unpublished(tmp_path, 2)
+    assert {p.name for p in tmp_path.iterdir()} == {"v1", "v2", "default", ".default.0123.partial"}
