@@ -256,14 +256,14 @@ class _Run:
         self.config, self.fleet, self.trainer = config, fleet, trainer
         self.started_from = started_from
         self.tracker, self.reporter, self.run_dir = tracker, reporter, run_dir
-        self.files = RunDir(run_dir)
         task = make_task(config.task)
         tokenizer = models.load_tokenizer(base)
         self.tokenizer = tokenizer
         self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir, reporter.say)
-        self.publications = JsonlWriter(self.files.publications, durable=True)
-        self.steps_file = JsonlWriter(self.files.steps, durable=True)
-        self.staleness = JsonlWriter(self.files.staleness)
+        files = RunDir(run_dir)
+        self.publications = JsonlWriter(files.publications, durable=True)
+        self.steps_file = JsonlWriter(files.steps, durable=True)
+        self.staleness = JsonlWriter(files.staleness)
         self.transport = self._transport()
 
     def _transport(self) -> Transport:
@@ -271,7 +271,7 @@ class _Run:
             from slime_backend.transports.distributed import DistributedTransport
 
             return DistributedTransport(self.trainer.source)
-        return DiskTransport(self.trainer.source, self.files.all_weights, saved=True)
+        return DiskTransport(self.trainer.source, RunDir(self.run_dir).all_weights, saved=True)
 
     async def steps(self, first: int) -> None:
         self.worker.start()
@@ -291,7 +291,7 @@ class _Run:
             row = self._record_step(step, batch, metrics)
             version = version_name(step)
             # On disk before anybody serves it: see checkpoint.py.
-            await asyncio.to_thread(self.trainer.source.save, self.files.weights(version))
+            await asyncio.to_thread(self.trainer.source.save, RunDir(self.run_dir).weights(version))
             await asyncio.to_thread(self.trainer.save_state, self.run_dir, step)
             log_step(self.tracker, row)  # once it can't be trained again: no step is logged with two outcomes
             report = await self._publish(version)
@@ -313,7 +313,7 @@ class _Run:
         keep = self.config.keep_versions
         if keep is None or (self.beside is not None and await asyncio.to_thread(audit_is_behind, self.run_dir)):
             return
-        weights, in_flight = self.files.all_weights, self.worker.versions_in_flight()
+        weights, in_flight = RunDir(self.run_dir).all_weights, self.worker.versions_in_flight()
         await asyncio.to_thread(prune, weights, step, keep, in_flight, self.started_from)
 
     def _compare_logprobs(self, step: int, metrics: StepMetrics) -> None:
