@@ -124,7 +124,7 @@ def test_it_is_stopped_with_a_run_that_fails(config, tmp_path):
     beside = AuditBeside(config, tmp_path)
     with Ledger(tmp_path):
         beside.start()
-        wait_until(followers, "the audit runs")
+        wait_until(lambda: below_with("--follow"), "the audit runs")
         beside.stop()
         beside.stop()
     assert not below_with("--follow")
