@@ -52,7 +52,7 @@ print(json.dumps({
     "inconsistent": [why_inconsistent(r) for r in records],
     "patched": fully_async_rollout.generate_and_rm_group is sglang_rollout.generate_and_rm_group
         and sglang_rollout.generate_and_rm_group.__wrapped__.__module__ != "slime_backend.slime_hooks.rollouts"
-        and sglang_rollout.generate_and_rm_group.__code__.co_filename.endswith("slime_hooks/rollouts.py"),
+        and sglang_rollout.generate_and_rm_group.__code__.co_filename.endswith("slime_hooks/rollouts/functions.py"),
 }))
 """
 
