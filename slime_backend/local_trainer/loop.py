@@ -34,7 +34,7 @@ from slime_backend.local_trainer.checkpoint import (
     version_name,
 )
 from slime_backend.local_trainer.devices import place
-from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics
+from slime_backend.local_trainer.grpo import GrpoConfig
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
 from slime_backend.local_trainer.resumption import log_again, log_step, make_good
@@ -52,6 +52,7 @@ from slime_backend.run_files.rows import sound_rows
 from slime_backend.runs import RunError, is_used, new_run_dir
 from slime_backend.simulation import models
 from slime_backend.tracking.alerts import audit_alerts, gap_alerts, publication_alerts
+from slime_backend.tracking.columns import StepMetrics
 from slime_backend.tracking.metrics import of_rollouts, publication_metrics
 from slime_backend.tracking.tracker import Tracker, make_tracker
 from slime_backend.transports import DiskTransport, Transport

@@ -9,6 +9,7 @@ from typing import Any
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.publication import EngineOutcome, PublicationReport
 from slime_backend.report.summary import prefix_figures
+from slime_backend.tracking.columns import StepMetrics
 
 PHASES = ("pause_ms", "flush_ms", "load_ms", "label_ms", "resume_ms", "paused_ms")
 
@@ -42,8 +43,6 @@ def rollout_row_metrics(row: Mapping[str, Any]) -> dict[str, float | int | None]
 
 def train_metrics(row: Mapping[str, Any]) -> dict[str, float | int | None]:
     """Of the trainer's step. `row`: its line in steps.jsonl, of any version of this program."""
-    from slime_backend.local_trainer.grpo import StepMetrics  # torch, which slime's workers load when they need it
-
     return {f.name: row[f.name] for f in fields(StepMetrics) if f.name in row}
 
 

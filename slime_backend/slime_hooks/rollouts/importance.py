@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime_backend.local_trainer.grpo import GrpoConfig, importance_weights
+from slime_backend.provenance.importance import TrustedRatios, importance_weights
 
 
 def correct(
@@ -40,14 +40,14 @@ def correct(
     tokens that have a loss and logs as train/<name>: `tis`, `tis_abs` and `tis_clipfrac` mean what they mean in slime;
     `reef_masked_ratio_low` and `reef_masked_ratio_high` are the shares with weight 0, by the side that was left.
     """
-    config = GrpoConfig(ratio_bound=float(args.tis_clip))
+    trusted = TrustedRatios(ratio_bound=float(args.tis_clip))
     ratios = (torch.cat(train_log_probs) - torch.cat(rollout_log_probs)).exp()
-    weights = importance_weights(ratios, torch.ones_like(ratios, dtype=torch.bool), config)
+    weights = importance_weights(ratios, torch.ones_like(ratios, dtype=torch.bool), trusted)
     figures = {
         "tis": ratios,
         "tis_abs": (ratios - 1).abs(),
         "tis_clipfrac": (weights != ratios).float(),
-        "reef_masked_ratio_low": (ratios < config.ratio_low).float(),
-        "reef_masked_ratio_high": (ratios > config.ratio_high).float(),
+        "reef_masked_ratio_low": (ratios < trusted.ratio_low).float(),
+        "reef_masked_ratio_high": (ratios > trusted.ratio_high).float(),
     }
     return pg_loss * weights, loss_masks, {name: figure.detach() for name, figure in figures.items()}
