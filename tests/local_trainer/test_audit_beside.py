@@ -29,7 +29,7 @@ STARTING = """
 import pathlib, sys, time
 from slime_backend.config import RunConfig
 from slime_backend.local_trainer.audit_beside import AuditBeside
-from slime_backend.provenance.ledger import Ledger
+from slime_backend.ledger.writer import Ledger
 run_dir = pathlib.Path(sys.argv[1])
 ledger = Ledger(run_dir)
 beside = AuditBeside(RunConfig(), run_dir)
