@@ -121,7 +121,9 @@ async def join_engines(
     wait_s: float = 60.0,
 ) -> Fleet:
     """A fleet of engines that somebody else started, at the version that most of them serve; the others join at the
-    next publication. `clients` is filled, for the caller to close. Raises ConfigError without URLs, FleetError, EngineError."""
+    next publication. `clients` is filled, for the caller to close.
+
+    Raises ConfigError without URLs, FleetError, EngineError."""
     if not urls:
         raise ConfigError("gateway.engines is empty; name the engines' base URLs, or use `reef-slime up`")
     clients += [EngineClient(url, name=f"engine{i}", keys=keys, deadlines=deadlines) for i, url in enumerate(urls)]

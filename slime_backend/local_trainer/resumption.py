@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend.local_trainer.checkpoint import version_name
-from slime_backend.local_trainer.metrics import publication_row_metrics, rollout_row_metrics, train_metrics
 from slime_backend.policy import Policy
-from slime_backend.provenance.run_rows import sound_rows
-from slime_backend.provenance.tracker import Tracker
 from slime_backend.publication import PublicationReport
 from slime_backend.run_files import RunDir, replace_file
 from slime_backend.run_files.jsonl import JsonlWriter, parse_line
+from slime_backend.run_files.rows import sound_rows
+from slime_backend.tracking.metrics import publication_row_metrics, rollout_row_metrics, train_metrics
+from slime_backend.tracking.tracker import Tracker
 
 
 def make_good(run_dir: Path, step: int, policy: Policy, transport: str, say: Callable[[str], None]) -> None:

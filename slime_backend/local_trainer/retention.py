@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from slime_backend.provenance.audit_follow import load
+from slime_backend.audit.follow import load
 from slime_backend.run_files.directory import remove_weights
 
 

@@ -4,8 +4,9 @@
     replace.py     a file or a directory is written under another name and renamed
     jsonl.py       append-only files of one JSON object per line
     damage.py      what a reading had to leave out
+    rows.py        the rows of these files, with what each must have
 
-Imports nothing of ours but the errors.
+Imports nothing of ours but the errors and policy.py.
 """
 
 from slime_backend.run_files.directory import RunDir

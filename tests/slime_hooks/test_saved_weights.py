@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from slime_backend.run_files import RunDir
-from slime_backend.slime_hooks import saved_weights
+from slime_backend.slime_hooks.weights import saved_weights
 
 
 class Saver:
