@@ -14,7 +14,7 @@ import slime_backend
 from slime_backend.config import ConfigError
 from slime_backend.engine_client import EngineError, EngineRefused
 from slime_backend.errors import EngineFault, ReefError, UsageError
-from slime_backend.fleet import VersionTaken, VersionUnnamed
+from slime_backend.fleet.membership import VersionTaken, VersionUnnamed
 from slime_backend.planner.measured import MeasurementsMissing
 from slime_backend.planner.traffic import PlanError
 from slime_backend.policy import PolicyError

@@ -27,11 +27,11 @@ FLOORS = [
     "audit",
     "ledger",
     "simulation",
-    "provenance run_files publication",
+    "provenance publication",
     "transports",
     "fleet weight_sources",
     "engine_client engine_process",
-    "evidence engine_plugin",
+    "evidence engine_plugin run_files",
     "policy wire event_loop import_hooks",
     "errors",
 ]

@@ -136,8 +136,8 @@ def test_what_is_written_under_another_name_and_renamed_stands_once():
     """Whoever else renames has another reason: a rotation, a lock, files inside a directory that isn't complete yet."""
     assert {path.name for path in modules() if renames(path.read_text())} == {
         "replace.py",
-        "ledger.py",  # the rotation
-        "ledger_lock.py",  # a holder that is gone
+        "writer.py",  # of the ledger: the rotation
+        "lock.py",  # of the ledger: a holder that is gone
         "wandb_writer.py",  # W&B's directory
         "disk.py",  # filled and removed on threads
         "checkpoint.py",  # weight_sources: inside of what isn't complete yet

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 import pytest
 
 from slime_backend.policy import Policy, decide
-from slime_backend.run_files.rows import policy_of
 from slime_backend.publication import PublicationReport
+from slime_backend.run_files.rows import policy_of
 
 POLICIES = [
     *(decide("disjoint", sharing) for sharing in ("off", "retract", "scoped", "unsafe")),
