@@ -26,7 +26,9 @@ from typing import Any, Literal, TypeVar
 
 from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.errors import EngineFault, ReefError
-from slime_backend.evidence import (
+from slime_backend.fleet import Fleet, FleetError, Member, instances_of, readmit_retired, recognise
+from slime_backend.policy import Policy
+from slime_backend.publication.evidence import (
     why_not_flushed,
     why_not_loaded,
     why_not_paused,
@@ -34,8 +36,6 @@ from slime_backend.evidence import (
     why_not_swept,
     why_not_updated,
 )
-from slime_backend.fleet import Fleet, FleetError, Member, instances_of, readmit_retired, recognise
-from slime_backend.policy import Policy
 from slime_backend.transports import Transport, is_counted, refused_by
 from slime_backend.wire import Loads, SchedulerReport
 
