@@ -19,6 +19,7 @@ from slime_backend.provenance.damage import Damage
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.run_rows import sound_rows, without_nan
 from slime_backend.provenance.segments import read_records
+from slime_backend.publication import pause_to_verified_ms, times_of
 
 ENGINE_SUMS = (  # over publications and engines
     "flush_verified",
@@ -94,10 +95,11 @@ def _publications(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 counts[name] += engine[name]
             if engine["paused_ms"] is not None:
                 paused.add(engine["paused_ms"])
-            if engine["pause_ms"] is not None and engine["flush_ms"] is not None:
-                verified.add(engine["pause_ms"] + engine["flush_ms"])
-            if engine["load_ms"] is not None:
-                loaded.add(engine["load_ms"])
+            times = times_of(engine)
+            if (shown := pause_to_verified_ms(times)) is not None:
+                verified.add(shown)
+            if "load" in times:
+                loaded.add(times["load"])
     return {
         "publications": counts["resumed"],
         "publications_failed": counts["failed"],
