@@ -73,7 +73,7 @@ def print_report(report: PublicationReport) -> None:
     for e in report.engines:
         times = [f"{e.times[step]:.1f}" if step in e.times else "-" for step in steps]
         paused = f"{e.paused_ms:.1f}" if e.paused_ms is not None else "-"
-        outcome = "confirmed" if e.confirmed else f"retired: {e.failed_step}: {e.reason}"
+        outcome = e.fate if e.confirmed else f"{e.fate}: {e.failed_step}: {e.reason}"
         table.add_row(e.engine, *times, paused, str(e.requests_retracted), outcome)
     Console(highlight=False).print(table)
 

@@ -3,6 +3,7 @@
 Flush not verified   an engine's own counts don't show that it is paused and its cache was emptied
 Pause not verified   an engine's own counts don't show that it is paused, where its cache is kept
 Engine retired       an engine isn't confirmed at the new version: the fleet goes on with fewer
+Engine not updated   no engine is, and this one's weights weren't touched: it goes on at the old version
 Publication failed   no engine reached the new version
 Audit violation      a rollout is not what its record claims
 Log-probs differ     the trainer's log-probs of tokens that its own weights sampled aren't the engine's
@@ -41,11 +42,14 @@ def publication_alerts(report: PublicationReport) -> list[Alert]:
         if engine.confirmed:
             continue
         reason = _line(f"{engine.failed_step}: {engine.reason}")
+        seen = f"{engine.engine} at {report.version}: {reason}"
         if engine.failed_step in UNVERIFIED:
-            text = f"{engine.engine} at {report.version}: {reason}"
-            alerts.append(Alert(UNVERIFIED[engine.failed_step], text, "ERROR"))
-        rest = f"{confirmed} of {len(report.engines)} engines go on"
-        alerts.append(Alert("Engine retired", f"{engine.engine} at {report.version}: {reason}; {rest}", "WARN"))
+            alerts.append(Alert(UNVERIFIED[engine.failed_step], seen, "ERROR"))
+        if engine.stayed:
+            alerts.append(Alert("Engine not updated", f"{seen}; it stays as it was", "WARN"))
+        else:
+            rest = f"{confirmed} of {len(report.engines)} engines go on"
+            alerts.append(Alert("Engine retired", f"{seen}; {rest}", "WARN"))
     if report.state == "failed":
         alerts.append(Alert("Publication failed", f"no engine reached {report.version}", "ERROR"))
     return alerts

@@ -48,6 +48,7 @@ class EngineOutcome:
     sweep_verified: bool = False
     tokens_swept: int = 0  # cache entries of older weights that the sweep evicted
     confirmed: bool = False
+    stayed: bool = False  # not confirmed and not retired: no engine was confirmed, and its weights weren't touched
     failed_step: Step | Literal[""] = ""
     reason: str = ""
     evidence: list[SchedulerReport] = field(default_factory=list)  # per rank, after the pause and flush
@@ -61,6 +62,10 @@ class EngineOutcome:
             self.reason += f"; {step}: {reason}"
         else:
             self.failed_step, self.reason = step, reason
+
+    @property
+    def fate(self) -> Literal["confirmed", "left as it was", "retired"]:
+        return "confirmed" if self.confirmed else "left as it was" if self.stayed else "retired"
 
     def row_times(self) -> dict[str, float | None]:
         """The times as a recorded row has them: `pause_ms` and so on; None where a step wasn't reached."""

@@ -273,6 +273,8 @@ class Publication:
                 self.fleet.suspects -= {r.instance_id for r in target.before}
             elif self._confirmed or target.touched or target.outcome.paused_ms is None:
                 self._retire(target)
+            else:
+                target.outcome.stayed = True
         if self._confirmed:
             self.report.state = "resumed"
             self.fleet.move_to(self.version, [t.member for t in self._confirmed])
@@ -282,6 +284,8 @@ class Publication:
             refusal = refused_by(self.transport, target.client)
             if self._confirmed or (refusal is not None and refusal.unknown):
                 self._retire(target)
+            else:
+                target.outcome.stayed = True
 
     def _retire(self, target: _Target) -> None:
         outcome = target.outcome
