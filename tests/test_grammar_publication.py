@@ -7,8 +7,8 @@ import asyncio
 
 import pytest
 
-from slime_backend.dispatch import generate
 from slime_backend.engine_client import Deadlines
+from slime_backend.fleet.dispatch import generate
 from slime_backend.publication import pause, publish
 from slime_backend.simulation.transport import NameTransport
 from tests.fake_fleet import fake_fleet, request

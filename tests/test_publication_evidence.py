@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from slime_backend.kv_holders import FLAGGED_TREES, KNOWN_TREES, unhandled
+from slime_backend.evidence import why_not_loaded, why_not_paused, why_not_swept
+from slime_backend.fleet.kv_holders import FLAGGED_TREES, KNOWN_TREES, unhandled
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
-from slime_backend.publication.evidence import why_not_loaded, why_not_paused, why_not_swept
 from slime_backend.simulation.fake_scheduler import FakeRank
 from slime_backend.simulation.transport import NameTransport
 from slime_backend.wire import REPORT_KEY, KvEvidence, SchedulerReport

@@ -10,7 +10,6 @@ from typing import get_args
 import pytest
 
 from slime_backend.policy import decide
-from slime_backend.provenance.alerts import publication_alerts
 from slime_backend.publication import (
     EngineOutcome,
     Publication,
@@ -24,6 +23,7 @@ from slime_backend.publication import (
     times_of,
 )
 from slime_backend.simulation.transport import NameTransport
+from slime_backend.tracking.alerts import publication_alerts
 from slime_backend.wire import REPORTS_PATH
 from tests.fake_fleet import fake_fleet, in_flight
 from tests.waiting import until

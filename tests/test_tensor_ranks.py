@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from slime_backend.engine_client import EngineClient, EngineProtocolError, EngineRefused
+from slime_backend.evidence import why_not_same
 from slime_backend.fleet import EngineUnfit, Fleet, admit
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
-from slime_backend.publication.evidence import why_not_same
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.transport import NameTransport
 from slime_backend.wire import SchedulerReport

@@ -9,7 +9,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from slime_backend.engine_client import EngineError
-from slime_backend.fleet import Fleet, FleetError, Member, recognise
+from slime_backend.fleet import Fleet, FleetError, Member
+from slime_backend.fleet.membership import recognise
 
 T = TypeVar("T")
 IDENTIFY_S = 2.5

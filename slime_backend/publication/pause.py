@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from slime_backend.engine_client import EngineClient, EngineError
+from slime_backend.evidence import why_not_flushed, why_not_paused, why_not_running
 from slime_backend.policy import Policy
-from slime_backend.publication.evidence import why_not_flushed, why_not_paused, why_not_running
 from slime_backend.publication.report import EngineOutcome, NotConfirmed, Step
 from slime_backend.publication.targets import Target, on_all
 from slime_backend.wire import SchedulerReport

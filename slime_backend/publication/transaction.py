@@ -25,15 +25,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from slime_backend.errors import EngineFault
-from slime_backend.fleet import Fleet, Member, instances_of, readmit_retired, recognise
+from slime_backend.evidence import why_not_loaded, why_not_paused, why_not_running, why_not_swept, why_not_updated
+from slime_backend.fleet import Fleet, Member, readmit_retired
+from slime_backend.fleet.membership import instances_of, recognise
 from slime_backend.publication import pause
-from slime_backend.publication.evidence import (
-    why_not_loaded,
-    why_not_paused,
-    why_not_running,
-    why_not_swept,
-    why_not_updated,
-)
 from slime_backend.publication.guards import garbage_kept, held, identify, ignoring_engine_errors, to_its_end
 from slime_backend.publication.report import (
     EngineOutcome,

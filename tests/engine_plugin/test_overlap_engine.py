@@ -19,8 +19,8 @@ from checks import (
 from engine_api import Api, Serve
 from tiny_models import Reference
 
+from slime_backend.evidence import why_not_loaded
 from slime_backend.policy import decide
-from slime_backend.publication.evidence import why_not_loaded
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]  # make test has overlap in test_scope_engine
 
