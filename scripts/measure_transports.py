@@ -36,7 +36,8 @@ async def measure(url: str, model: Path, rounds: int, scratch: Path) -> dict[str
                 report = await publish(fleet, transport, f"{transport.name}-{i}")
                 outcome = report.engines[0]
                 if i:
-                    times[transport.name].append((report.prepare_ms, outcome.load_ms or 0, outcome.paused_ms or 0))
+                    load_ms = outcome.times.get("load", 0.0)
+                    times[transport.name].append((report.prepare_ms, load_ms, outcome.paused_ms or 0))
         for transport in transports:
             await transport.close()
     return times

@@ -16,7 +16,7 @@ from slime_backend.fleet import Fleet, VersionTaken, admit
 from slime_backend.fleet.doctor import Diagnosis, diagnose
 from slime_backend.fleet.membership import check_named
 from slime_backend.policy import Policy
-from slime_backend.publication import PublicationReport
+from slime_backend.publication import PublicationReport, Step
 from slime_backend.publication import publish as run_publication
 from slime_backend.transports import CheckpointTransport
 
@@ -67,12 +67,15 @@ async def examine(urls: Sequence[str], allow: frozenset[str], keys: EngineKeys |
 
 def print_report(report: PublicationReport) -> None:
     table = Table(title=f"{report.previous_version} -> {report.version}: {report.state}", title_justify="left")
-    for column in ("engine", "pause ms", "flush ms", "load ms", "label ms", "paused ms", "retracted", "outcome"):
+    # A publication either flushes or only verifies its pause: the other column would be empty.
+    verifying: Step = "verify" if any("verify" in e.times for e in report.engines) else "flush"
+    steps: tuple[Step, ...] = ("pause", verifying, "load", "label")
+    for column in ("engine", *(f"{step} ms" for step in steps), "paused ms", "retracted", "outcome"):
         table.add_column(column, justify="left" if column in ("engine", "outcome") else "right")
     for e in report.engines:
-        times = [f"{t:.1f}" if t is not None else "-" for t in (e.pause_ms, e.flush_ms, e.load_ms, e.label_ms)]
+        times = [f"{e.times[step]:.1f}" if step in e.times else "-" for step in steps]
         paused = f"{e.paused_ms:.1f}" if e.paused_ms is not None else "-"
-        outcome = "confirmed" if e.confirmed else f"retired: {e.failed_step}: {e.reason}"
+        outcome = e.fate if e.confirmed else f"{e.fate}: {e.failed_step}: {e.reason}"
         table.add_row(e.engine, *times, paused, str(e.requests_retracted), outcome)
     Console(highlight=False).print(table)
 

@@ -11,6 +11,7 @@ ENGINES = ("#2f5d8a", "#c0703a", "#4d8a6f", "#8a5a97", "#a08a2f", "#6b7785")
 PHASES = {  # in the order in which they happen
     "pause": "#33475f",
     "flush": "#4f86b5",
+    "verify": "#9cc3e0",
     "load": "#e0a458",
     "label": "#b9c2cc",
     "resume": "#6fae8c",

@@ -16,6 +16,7 @@ from typing import Any
 from slime_backend.ledger.files import read_records
 from slime_backend.provenance.classes import CLASSES, RolloutClass
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.publication import pause_to_verified_ms, times_of
 from slime_backend.report.bounded import Median, ReceiptCounts
 from slime_backend.run_files import RunDir, replace_file
 from slime_backend.run_files.damage import Damage
@@ -96,10 +97,11 @@ def _publications(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 counts[name] += engine[name]
             if engine["paused_ms"] is not None:
                 paused.add(engine["paused_ms"])
-            if engine["pause_ms"] is not None and engine["flush_ms"] is not None:
-                verified.add(engine["pause_ms"] + engine["flush_ms"])
-            if engine["load_ms"] is not None:
-                loaded.add(engine["load_ms"])
+            times = times_of(engine)
+            if (shown := pause_to_verified_ms(times)) is not None:
+                verified.add(shown)
+            if "load" in times:
+                loaded.add(times["load"])
     return {
         "publications": counts["resumed"],
         "publications_failed": counts["failed"],

@@ -1,7 +1,7 @@
 """Publications drawn over time: along the whole run, and each one by itself from its pause to the last resume.
 
 A report has each step's duration on each engine. Steps begin on all engines at once, when the slowest has ended the
-one before (publication.py), so a step begins where the longest of the step before ends.
+one before (publication/transaction.py), so a step begins where the longest of the step before ends.
 """
 
 from __future__ import annotations

@@ -96,8 +96,9 @@ def _publications(summary: Mapping[str, Any], publications: Sequence[Mapping[str
         for engine in publication.get("engines", []):
             if not engine.get("confirmed"):
                 step = str(engine.get("failed_step") or "unknown step")
+                fate = "was not updated to" if engine.get("stayed") else "was retired at"
                 text = (
-                    f"{engine.get('engine')} was retired at {publication.get('version')}: {step}: "
+                    f"{engine.get('engine')} {fate} {publication.get('version')}: {step}: "
                     f"{engine.get('reason') or 'no reason recorded'}"
                 )
                 findings.append(Finding("warning", text))

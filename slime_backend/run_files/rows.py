@@ -43,7 +43,7 @@ _OUTCOME: Mapping[str, Check] = {
     "engine": _is_text,
     **dict.fromkeys(("confirmed", "flush_verified", "sweep_verified"), lambda value: isinstance(value, bool)),
     **dict.fromkeys(("tokens_swept", "requests_retracted", "tokens_to_prefill_again"), _is_count),
-    **dict.fromkeys(("pause_ms", "flush_ms", "load_ms", "paused_ms"), _is_number_or_none),
+    **dict.fromkeys(("pause_ms", "flush_ms", "verify_ms", "load_ms", "paused_ms"), _is_number_or_none),
 }
 _RUN = RunDir(Path())
 NEEDED: Mapping[str, Mapping[str, Check]] = {

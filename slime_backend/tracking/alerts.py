@@ -1,7 +1,9 @@
 """What somebody should be told of at once, in one line each. Pure; the tracker delivers them.
 
-Flush not verified   an engine's own counts don't show that its cache was emptied
+Flush not verified   an engine's own counts don't show that it is paused and its cache was emptied
+Pause not verified   an engine's own counts don't show that it is paused, where its cache is kept
 Engine retired       an engine isn't confirmed at the new version: the fleet goes on with fewer
+Engine not updated   no engine is, and this one's weights weren't touched: it goes on at the old version
 Publication failed   no engine reached the new version
 Audit violation      a rollout is not what its record claims
 Log-probs differ     the trainer's log-probs of tokens that its own weights sampled aren't the engine's
@@ -16,6 +18,8 @@ from typing import Literal
 from slime_backend.publication import PublicationReport
 
 Level = Literal["WARN", "ERROR"]
+# By the step that follows the pause, which is the policy's `after_pause`: a flush is made, or nothing but a pause.
+UNVERIFIED = {"flush": "Flush not verified", "verify": "Pause not verified"}
 NAMED_RECEIPTS = 3
 # Of the mean |trainer - engine| over tokens of lag 0, at temperature 1, by the engine's dtype. In float32 both compute
 # the same to some 1e-6, to 1e-4 where one of them uses TF32. bfloat16 has 8 bits of mantissa: an honest engine differs
@@ -38,11 +42,14 @@ def publication_alerts(report: PublicationReport) -> list[Alert]:
         if engine.confirmed:
             continue
         reason = _line(f"{engine.failed_step}: {engine.reason}")
-        if engine.failed_step == "flush":
-            text = f"{engine.engine} at {report.version}: {reason}"
-            alerts.append(Alert("Flush not verified", text, "ERROR"))
-        rest = f"{confirmed} of {len(report.engines)} engines go on"
-        alerts.append(Alert("Engine retired", f"{engine.engine} at {report.version}: {reason}; {rest}", "WARN"))
+        seen = f"{engine.engine} at {report.version}: {reason}"
+        if engine.failed_step in UNVERIFIED:
+            alerts.append(Alert(UNVERIFIED[engine.failed_step], seen, "ERROR"))
+        if engine.stayed:
+            alerts.append(Alert("Engine not updated", f"{seen}; it stays as it was", "WARN"))
+        else:
+            rest = f"{confirmed} of {len(report.engines)} engines go on"
+            alerts.append(Alert("Engine retired", f"{seen}; {rest}", "WARN"))
     if report.state == "failed":
         alerts.append(Alert("Publication failed", f"no engine reached {report.version}", "ERROR"))
     return alerts

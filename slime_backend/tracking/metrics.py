@@ -11,7 +11,7 @@ from slime_backend.publication import EngineOutcome, PublicationReport
 from slime_backend.report.summary import prefix_figures
 from slime_backend.tracking.columns import StepMetrics
 
-PHASES = ("pause_ms", "flush_ms", "load_ms", "label_ms", "resume_ms", "paused_ms")
+PHASES = ("pause_ms", "flush_ms", "verify_ms", "load_ms", "label_ms", "resume_ms", "paused_ms")
 
 
 def of_rollouts(records: Sequence[RolloutRecord], resubmitted: int) -> dict[str, Any]:
@@ -75,4 +75,4 @@ def publication_row_metrics(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _figures(outcome: EngineOutcome) -> dict[str, Any]:
-    return {f.name: getattr(outcome, f.name) for f in fields(outcome)}
+    return {f.name: getattr(outcome, f.name) for f in fields(outcome)} | outcome.row_times()

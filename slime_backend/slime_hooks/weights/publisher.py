@@ -163,8 +163,10 @@ class SlimePublisher:
 
     def _record(self, report: PublicationReport) -> None:
         self._records.append(report.to_json())
-        for engine, why in report.unconfirmed.items():
-            log.error("publication %s: %s is retired: %s", report.version, engine, why)
+        for engine in report.engines:
+            if not engine.confirmed:
+                why = f"{engine.failed_step}: {engine.reason}"
+                log.error("publication %s: %s is %s: %s", report.version, engine.engine, engine.fate, why)
         log.info(
             "published %s to %d of %d engines by %s, paused for %.0f ms",
             report.version,

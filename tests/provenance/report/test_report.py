@@ -179,7 +179,7 @@ def test_a_step_begins_when_the_slowest_engine_ended_the_one_before():
 
 def test_a_step_that_was_not_reached_is_not_drawn():
     report = publication(1, ("a", "b"))
-    report.engines[0].load_ms = report.engines[0].label_ms = None
+    del report.engines[0].times["load"], report.engines[0].times["label"]
     report.engines[0].failed_step = "flush"
     drawn = timeline.bars(report.to_json())
     assert {bar.step for bar in drawn if bar.engine == "a"} == {"pause", "flush", "resume"}
