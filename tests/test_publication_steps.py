@@ -196,7 +196,8 @@ def test_an_engine_that_a_failed_publication_left_alone_is_not_called_retired(ru
 
 def test_a_recorded_line_has_each_steps_time_by_its_name_and_is_read_back():
     outcome = EngineOutcome("e", {"pause": 2.0, "verify": 3.0}, paused_ms=9.0, failed_step="load", reason="no")
-    row = json.loads(json.dumps(PublicationReport("v1", "v0", "p", "disk", engines=[outcome]).to_json()))
+    report = PublicationReport("v1", "v0", decide("disjoint", "retract"), "disk", engines=[outcome])
+    row = json.loads(json.dumps(report.to_json()))
     (engine,) = row["engines"]
     assert (engine["pause_ms"], engine["verify_ms"], engine["flush_ms"], engine["load_ms"]) == (2.0, 3.0, None, None)
     assert (engine["paused_ms"], engine["failed_step"], "times" in engine) == (9.0, "load", False)
