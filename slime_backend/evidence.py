@@ -10,10 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from slime_backend.policy import Policy
-from slime_backend.ranks import named_ranks, rank_name, why_ranks_missing
 from slime_backend.wire import SchedulerReport
 
 Reports = Sequence[SchedulerReport]
+
+
+def named_ranks(reports: Reports) -> Iterator[tuple[str, SchedulerReport]]:
+    """Every rank that reports, with its name in a reason."""
+    for number, report in enumerate(reports):
+        for rank in report.ranks:
+            yield _name(number, report, rank), rank
+
+
+def _name(number: int, report: SchedulerReport, rank: SchedulerReport) -> str:
+    return f"rank {number}" + (f", tensor rank {rank.tensor_rank}" if report.tensor_size > 1 else "")
 
 
 def _pairs(before: Reports, after: Reports) -> Iterator[tuple[str, SchedulerReport, SchedulerReport]]:
@@ -75,7 +85,7 @@ def why_not_updated(at_pause: Reports, after: Reports, *, counted: bool = True) 
     for number, (before, report) in enumerate(zip(at_pause, after, strict=False)):
         answered = report.loads.failed - before.loads.failed
         for then, now in zip(before.ranks, report.ranks, strict=False):
-            name = rank_name(number, report, now)
+            name = _name(number, report, now)
             failed = now.loads.failed - then.loads.failed
             if failed > answered or (failed and now.loads.last_failed):
                 reasons.append(f"{name} failed to load: {now.loads.last_failure}")
@@ -139,3 +149,13 @@ def why_not_same(before: Reports, after: Reports) -> list[str]:
         return ["the number of tensor ranks changed"]
     restarted = [name for name, old, new in _pairs(before, after) if old.instance_id != new.instance_id]
     return [f"{' and '.join(restarted)} restarted in between"] if restarted else []
+
+
+def why_ranks_missing(reports: Reports) -> list[str]:
+    """Every tensor rank that left no report, and why."""
+    reasons = []
+    for number, report in enumerate(reports):
+        reasons += [f"rank {number}, tensor rank {rank}: {why}" for rank, why in report.missing_ranks.items()]
+        if not report.missing_ranks and len(report.ranks) != report.tensor_size:
+            reasons.append(f"rank {number}: {len(report.ranks)} of {report.tensor_size} tensor ranks report")
+    return reasons

@@ -31,7 +31,7 @@ async def guarded(api, admin):
     engine = FakeEngine()
 
     def guard(message):
-        method, path, _ = message.first_line.split(" ", 2)
+        method, path = message.method, message.path
         decision = auth.decide_request_auth(
             method=method,
             path=path,

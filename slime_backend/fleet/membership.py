@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.errors import ReefError, UsageError
+from slime_backend.evidence import named_ranks, why_ranks_missing
 from slime_backend.fleet.kv_holders import unhandled
 from slime_backend.policy import Policy, check_radix_setting
-from slime_backend.ranks import named_ranks, why_ranks_missing
 from slime_backend.wire import ACTIVE, SchedulerReport
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
+from slime_backend.errors import ReefError
 from slime_backend.transports.arrivals import LATE_S, Arrivals
 
 T = TypeVar("T")
 
 
-class PassBegun(RuntimeError):
+class PassBegun(ReefError, RuntimeError):
     """A reader came after the first item was made: it would get the rest alone, and take that for everything."""
 
 
