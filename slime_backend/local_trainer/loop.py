@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from slime_backend.config import RunConfig
+from slime_backend.config import AuditConfig, ModelConfig, RunConfig
 from slime_backend.fleet import Fleet
 from slime_backend.local_trainer import models
 from slime_backend.local_trainer.audit_beside import AuditBeside
@@ -32,7 +32,7 @@ from slime_backend.local_trainer.checkpoint import (
     version_name,
 )
 from slime_backend.local_trainer.devices import place
-from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics
+from slime_backend.local_trainer.grpo import StepMetrics
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
 from slime_backend.local_trainer.metrics import of_rollouts, publication_metrics
@@ -67,38 +67,39 @@ class Reporter:
     progress: Callable[[str, int, int], None] = field(default=lambda stage, done, total: None)
 
 
-def base_model(config: RunConfig) -> Path:
+def base_model(config: ModelConfig) -> Path:
     """The directory of the model to start from; made on the spot where it is one of ours."""
     made = Path(config.models_dir)
-    if config.model == "tiny":
+    if config.name == "tiny":
         return models.make_tiny_model(made / f"tiny-seed{config.seed}", seed=config.seed)
-    if config.model == "tiny_hybrid":
+    if config.name == "tiny_hybrid":
         return models.make_tiny_model(made / f"tiny-hybrid-seed{config.seed}", hybrid=True, seed=config.seed)
-    if config.model == "smollm2":
+    if config.name == "smollm2":
         return models.make_smollm2(made / "smollm2-135m-instruct")
-    directory = Path(config.model)
+    directory = Path(config.name)
     if not (directory / "config.json").is_file():
         raise RunError(
-            f"model={config.model!r} is neither tiny, tiny_hybrid, smollm2 nor a directory with a config.json"
+            f"model={config.name!r} is neither tiny, tiny_hybrid, smollm2 nor a directory with a config.json"
         )
     return directory
 
 
-def choose_run_dir(config: RunConfig, resume: Path | None) -> Path:
-    """Where the run writes. Raises RunError for a resume of what isn't a run."""
+def choose_run_dir(named: Path, resume: Path | None) -> Path:
+    """Where the run writes: `named` by its configuration, or what it resumes. Raises RunError for a resume of what
+    isn't a run."""
     if resume is None:
-        return new_run_dir(config.run_dir)
+        return new_run_dir(named)
     if not is_used(resume):
         raise RunError(f"{resume} holds no run to resume")
     return resume
 
 
 async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Reporter) -> dict[str, Any]:
-    """Run to `config.steps` and return the summary. Cancelling it (Ctrl-C) still writes a partial summary.
+    """Run to `config.trainer.steps` and return the summary. Cancelling it (Ctrl-C) still writes a partial summary.
 
     Raises RunError and the typed errors of engines, fleet and publication.
     """
-    place(config, trains=True)  # raises before anything is written
+    place(config.engines, config.trainer)  # raises before anything is written
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = lock_run(run_dir)
     if lock is None:
@@ -114,41 +115,38 @@ async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Re
     started = time.monotonic()
     state = load_trainer_state(run_dir) if resume else None  # a run that was ended before step 1 starts over
     first_step = state["step"] if state else 0
-    base = base_model(config)
+    base = base_model(config.model)
     if resume:
         check_resumable(run_dir, state, base)
         forget_unpublished(run_dir / "weights", first_step)
-        make_good(run_dir, first_step, str(config.policy), config.transport, reporter.say)
-    torch.set_num_threads(config.trainer_threads)
-    torch.manual_seed(config.seed + first_step)
+        make_good(run_dir, first_step, str(config.policy), config.publication.transport, reporter.say)
+    torch.set_num_threads(config.trainer.threads)
+    torch.manual_seed(config.model.seed + first_step)
     version = version_name(first_step)
-    grpo = GrpoConfig(
-        learning_rate=config.learning_rate,
-        ratio_bound=config.ratio_bound,
-        ratio_low=config.ratio_low,
-        ratio_high=config.ratio_high,
-    )
     tracker = make_tracker(
-        config.tracker,
+        config.tracking.kind,
         run_dir,
-        mode=config.wandb,
-        project=config.wandb_project,
+        mode=config.tracking.mode,
+        project=config.tracking.project,
         name=config.name,
         settings=config.to_record(),
-        artifacts=config.wandb_artifacts,
+        artifacts=config.tracking.artifacts,
     )
     if resume:
         log_again(run_dir, tracker)
-    trainer = make_trainer(config, grpo, run_dir / "weights" / version if state else base, base, run_dir, state)
+    weights = run_dir / "weights" / version if state else base
+    device = place(config.engines, config.trainer).trainer
+    trainer = make_trainer(config.trainer, config.model.seed, device, weights, base, run_dir, state)
     reporter.say(f"policy: {config.policy}")
     memory = PeakMemory()
     outcome: dict[str, Any] = {"completed": False}
     audit: AuditResult | None = None
-    beside = AuditBeside(config, run_dir) if config.audit_beside and config.audit_rollouts else None
+    beside = AuditBeside(config.audit, run_dir) if config.audit.beside and config.audit.rollouts else None
     try:
         with memory, closing(trainer):
             await asyncio.to_thread(trainer.source.save, run_dir / "weights" / version)
-            async with running_fleet(config, run_dir / "weights" / version, version, run_dir, reporter.say) as fleet:
+            served = run_dir / "weights" / version
+            async with running_fleet(config.engines, config.policy, served, version, run_dir, reporter.say) as fleet:
                 outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
                 run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, beside, version)
                 if beside is not None:
@@ -157,8 +155,8 @@ async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Re
                     await run.steps(first_step)
                 finally:
                     await asyncio.shield(run.close())
-            if config.audit_rollouts:
-                audit = await _audit(config, run_dir, beside, reporter)
+            if config.audit.rollouts:
+                audit = await _audit(config.audit, run_dir, beside, reporter)
                 tell_violations(beside.news() if beside else audit.violations, tracker, reporter)
         outcome["completed"] = True
     finally:
@@ -170,8 +168,8 @@ async def _train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Re
             "wall_s": round(time.monotonic() - started, 1),
             "peak_rss_gib": round(memory.peak_gib, 2),
             "policy": "; then ".join(policies_of(run_dir, str(config.policy))),
-            "wandb_run_dir": tracker.directory if config.tracker == "wandb" else None,
-            "tensorboard_dir": tracker.directory if config.tracker == "tensorboard" else None,
+            "wandb_run_dir": tracker.directory if config.tracking.kind == "wandb" else None,
+            "tensorboard_dir": tracker.directory if config.tracking.kind == "tensorboard" else None,
         }
         summary, why_not = _summary(run_dir, facts)
         if why_not:
@@ -199,7 +197,7 @@ def _summary(run_dir: Path, facts: dict[str, Any]) -> tuple[dict[str, Any], str]
         return facts, f"no summary: {what}; the run's other files are there, {run_dir / 'summary.json'} is not"
 
 
-async def _audit(config: RunConfig, run_dir: Path, beside: AuditBeside | None, reporter: Reporter) -> AuditResult:
+async def _audit(config: AuditConfig, run_dir: Path, beside: AuditBeside | None, reporter: Reporter) -> AuditResult:
     """What the audit beside the training found; one that is made now where there is none, or it failed."""
     if beside is not None:
         reporter.say("audit: what is left of the audit beside the training")
@@ -212,8 +210,8 @@ async def _audit(config: RunConfig, run_dir: Path, beside: AuditBeside | None, r
         audit_run,
         run_dir,
         models.load_model,
-        rollouts=config.audit_rollouts,
-        tolerance=config.audit_tolerance,
+        rollouts=config.rollouts,
+        tolerance=config.tolerance,
         progress=lambda done, total: reporter.progress("audit", done, total),
     )
     audit_follow.save(run_dir, audit)
@@ -245,17 +243,17 @@ class _Run:
         self.config, self.fleet, self.trainer = config, fleet, trainer
         self.started_from = started_from
         self.tracker, self.reporter, self.run_dir = tracker, reporter, run_dir
-        task = make_task(config.task)
+        task = make_task(config.task.name)
         tokenizer = models.load_tokenizer(base)
         self.tokenizer = tokenizer
-        self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir, reporter.say)
+        self.worker = RolloutWorker(fleet, config.task, config.model.seed, task, tokenizer, run_dir, reporter.say)
         self.publications = JsonlWriter(run_dir / "publications.jsonl", durable=True)
         self.steps_file = JsonlWriter(run_dir / "steps.jsonl", durable=True)
         self.staleness = JsonlWriter(run_dir / "staleness.jsonl")
         self.transport = self._transport()
 
     def _transport(self) -> Transport:
-        if self.config.transport == "distributed":
+        if self.config.publication.transport == "distributed":
             from slime_backend.transports.distributed import DistributedTransport
 
             return DistributedTransport(self.trainer.source)
@@ -263,13 +261,13 @@ class _Run:
 
     async def steps(self, first: int) -> None:
         self.worker.start()
-        for step in range(first + 1, self.config.steps + 1):
+        for step in range(first + 1, self.config.trainer.steps + 1):
             batch = await collect_batch(
                 self.worker,
-                self.config.groups_per_step,
+                self.config.task.groups_per_step,
                 trainer_version=step - 1,
-                policy=self.config.staleness,
-                bound=self.config.max_version_lag,
+                policy=self.config.trainer.staleness,
+                bound=self.config.trainer.max_version_lag,
                 say=self.reporter.say,
             )
             self._log_decisions(step, batch)
@@ -298,7 +296,7 @@ class _Run:
         return self.trainer.step(batch.samples())
 
     async def _remove_old_versions(self, step: int) -> None:
-        keep = self.config.keep_versions
+        keep = self.config.publication.keep_versions
         if keep is None or (self.beside is not None and await asyncio.to_thread(audit_is_behind, self.run_dir)):
             return
         weights, in_flight = self.run_dir / "weights", self.worker.versions_in_flight()
@@ -306,7 +304,7 @@ class _Run:
 
     def _compare_logprobs(self, step: int, metrics: StepMetrics) -> None:
         gap, tokens = metrics.logprob_gap_at_lag_0, metrics.tokens_at_lag_0
-        alerts = gap_alerts(step, gap, tokens, self.config.dtype, self.config.temperature)
+        alerts = gap_alerts(step, gap, tokens, self.config.engines.dtype, self.config.task.temperature)
         self.tracker.alert(alerts)
         for alert in alerts:
             self.reporter.say(f"{alert.title}: {alert.text}")
@@ -354,9 +352,9 @@ class _Run:
         self.tracker.log("publication", step, figures)
         answers = [self.tokenizer.decode(r.output_ids, skip_special_tokens=False) for r in records]
         self.tracker.add_rollouts(records, answers, [judged.decision.lag.max for judged in batch.kept])
-        self.reporter.progress("train", step, self.config.steps)
+        self.reporter.progress("train", step, self.config.trainer.steps)
         self.reporter.say(
-            f"step {step:>3}/{self.config.steps}  reward {row['reward_mean']:.3f}  lag {row['lag_mean']:.2f}  "
+            f"step {step:>3}/{self.config.trainer.steps}  reward {row['reward_mean']:.3f}  lag {row['lag_mean']:.2f}  "
             f"published {report.version} to {figures['confirmed']}/{len(report.engines)} engines, paused "
             f"{figures['paused_ms_max']:.0f} ms, retracted {figures['requests_retracted']:.0f} in flight"
         )

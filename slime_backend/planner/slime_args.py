@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime_backend.planner.at_start import StartFacts, installed_sglang
+from slime_backend.planner.auto import StartFacts, installed_sglang
 from slime_backend.planner.traffic import CHUNK, Traffic, answers_around
 
 # This rollout function has nothing in flight when weights are published: slime's loops wait for it. What another one
@@ -49,7 +49,7 @@ def start_facts(args: Any) -> StartFacts:
         requests=requests,
         sglang=installed_sglang(),
         engine_info=info,
-        radix_cache_off=bool(info.get("disable_radix_cache")),
+        disable_radix_cache=(_get(args, "sglang_overrides") or {}).get("disable_radix_cache"),
         engines_elsewhere=elsewhere,
         assumed=assumed,
     )

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from slime_backend.config import RunConfig
+from slime_backend.config import EnginesConfig, RunConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.local_trainer import loop
+from slime_backend.policy import Policy
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.segments import list_segments, read_rollouts
 from slime_backend.simulation.fake_engine import FakeEngine
@@ -27,10 +28,10 @@ STEPS, GROUPS, SAMPLES = 4, 3, 2
 
 @asynccontextmanager
 async def fake_fleet(
-    config: RunConfig, model: Path, version: str, log_dir: Path, say: Callable[[str], None]
+    config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path, say: Callable[[str], None]
 ) -> AsyncIterator[Fleet]:
     async with FakeEngine(version=version, token_s=0.004) as engine, EngineClient(engine.url, name="engine0") as client:
-        fleet = Fleet(config.policy, version)
+        fleet = Fleet(policy, version)
         await admit(fleet, client)
         yield fleet
 
