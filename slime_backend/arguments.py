@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, get_args
 
-from slime_backend.planner.auto import resolve_sharing
+from slime_backend.planner.at_start import resolve_sharing
 from slime_backend.planner.slime_args import start_facts
 from slime_backend.policy import Policy, check_radix_setting, decide
 from slime_backend.provenance.staleness import StalenessPolicy

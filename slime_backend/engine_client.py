@@ -461,7 +461,7 @@ class AnswerStream:
             raise _refused(self._engine, what, code, str(fault))
         if "meta_info" not in answer or "output_ids" not in answer:
             raise EngineProtocolError(self._engine, what, f"no output_ids or meta_info in {_one_line(str(answer))}")
-        return answer  # type: ignore[no-any-return]
+        return answer
 
 
 def _loads(data: bytes) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from slime_backend.config.section import Section
-from slime_backend.planner.auto import AUTO
+from slime_backend.planner.at_start import AUTO
 from slime_backend.policy import Layout, Policy, PrefixSharing, decide
 
 

@@ -14,7 +14,7 @@ from slime_backend.config.errors import ConfigError
 from slime_backend.config.model import ModelConfig
 from slime_backend.config.run import SECTIONS, RunConfig
 from slime_backend.config.task import TaskConfig
-from slime_backend.planner.auto import AUTO, StartFacts, info_of_flags, installed_sglang, resolve_sharing
+from slime_backend.planner.at_start import AUTO, StartFacts, info_of_flags, installed_sglang, resolve_sharing
 from slime_backend.planner.traffic import Traffic
 
 SHARING = "disjoint_prefix_sharing"

@@ -5,7 +5,7 @@ speeds.py      how fast the engine is
 work.py        what each mode prefills: for a request, and again at each publication
 predict.py     throughput, prefilled tokens and lag of each mode
 recommend.py   the mode to take, and where another one begins to be better
-auto.py        `--disjoint-prefix-sharing=auto`
+at_start.py    `--disjoint-prefix-sharing=auto`
 from_ledger.py, from_bench.py   traffic and speeds of a recorded run, of a measurement
 page.py        the plots
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slime_backend.planner.auto import StartFacts, installed_sglang
+from slime_backend.planner.at_start import StartFacts, installed_sglang
 from slime_backend.planner.traffic import CHUNK, Traffic, answers_around
 
 # This rollout function has nothing in flight when weights are published: slime's loops wait for it. What another one

@@ -17,8 +17,8 @@ from slime_backend.config import ConfigError, RunConfig, make_config
 from slime_backend.fleet import EngineUnfit, check_fit
 from slime_backend.kv_holders import REFUSED, unhandled
 from slime_backend.local_trainer.expected_traffic import expected_traffic
-from slime_backend.planner import auto
-from slime_backend.planner.auto import StartFacts, choose, info_of_flags, modes_left
+from slime_backend.planner import at_start
+from slime_backend.planner.at_start import StartFacts, choose, info_of_flags, modes_left
 from slime_backend.planner.traffic import Traffic
 from slime_backend.policy import decide
 from slime_backend.simulation.fake_scheduler import FakeRank
@@ -323,7 +323,7 @@ def test_without_auto_nothing_is_chosen(monkeypatch):
 
 def test_a_missing_package_is_an_unknown_version(monkeypatch):
     def missing(name):
-        raise auto.importlib.metadata.PackageNotFoundError
+        raise at_start.importlib.metadata.PackageNotFoundError
 
-    monkeypatch.setattr(auto.importlib.metadata, "version", missing)
-    assert auto.installed_sglang() is None
+    monkeypatch.setattr(at_start.importlib.metadata, "version", missing)
+    assert at_start.installed_sglang() is None
