@@ -149,7 +149,7 @@ def gateway(config: Path) -> Iterator[tuple[str, int]]:
 
 
 def main() -> None:
-    from slime_backend.local_trainer.models import make_tiny_model  # torch: not in the fake engines' process too
+    from slime_backend.simulation.models import make_tiny_model  # torch: not in the fake engines' process too
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engines", choices=("fake", "real"), default="fake")

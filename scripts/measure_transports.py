@@ -15,9 +15,9 @@ from pathlib import Path
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines
 from slime_backend.fleet import Fleet, admit
-from slime_backend.local_trainer.models import load_model
 from slime_backend.policy import decide
 from slime_backend.publication import publish
+from slime_backend.simulation.models import load_model
 from slime_backend.transports import DiskTransport, Transport
 from slime_backend.transports.distributed import DistributedTransport
 from slime_backend.weight_sources.torch_module import TorchModuleSource

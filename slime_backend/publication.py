@@ -34,7 +34,8 @@ from slime_backend.evidence import (
     why_not_swept,
     why_not_updated,
 )
-from slime_backend.fleet import Fleet, FleetError, Member, instances_of, readmit_retired, recognise
+from slime_backend.fleet import Fleet, FleetError, Member, readmit_retired
+from slime_backend.fleet.membership import instances_of, recognise
 from slime_backend.policy import Policy
 from slime_backend.transports import Transport, is_counted, refused_by
 from slime_backend.wire import Loads, SchedulerReport

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 
 from slime_backend import publication
-from slime_backend.dispatch import generate
+from slime_backend.fleet.dispatch import generate
 from slime_backend.publication import publish
 from slime_backend.simulation.transport import NameTransport
 from tests.fake_fleet import fake_fleet, request

@@ -10,10 +10,10 @@ import asyncio
 
 import pytest
 
-from slime_backend.dispatch import generate
 from slime_backend.engine_client import EngineClient
 from slime_backend.evidence import why_not_flushed, why_not_swept
 from slime_backend.fleet import EngineUnfit, Fleet, admit
+from slime_backend.fleet.dispatch import generate
 from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.simulation.fake_engine import FakeEngine

@@ -19,9 +19,9 @@ from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from slime_backend import publication
-from slime_backend.dispatch import RequestLost, Sent, generate
 from slime_backend.engine_client import Deadlines, EngineClient, EngineError, EngineUnreachable
 from slime_backend.fleet import Fleet, FleetError, admit
+from slime_backend.fleet.dispatch import RequestLost, Sent, generate
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine

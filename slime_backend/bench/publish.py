@@ -34,9 +34,9 @@ from slime_backend.bench.slime_sequence import Stop, slime_sequence
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.fleet import Fleet, admit
-from slime_backend.local_trainer.models import make_tiny_model
 from slime_backend.policy import decide
 from slime_backend.publication import EngineOutcome, PublicationReport, publish
+from slime_backend.simulation.models import make_tiny_model
 
 PARTS = ("load", "engines", "eight")
 ROUNDS = 9

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime_backend.kv_holders import unhandled
+from slime_backend.fleet.kv_holders import unhandled
 from slime_backend.planner.predict import seconds_for
 from slime_backend.planner.recommend import ALIKE, PREFERRED, Ours
 from slime_backend.planner.speeds import PREFILL_TO_DECODE, Speeds

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
-from slime_backend.slime_hooks.ranks import publish_together
+from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, PublicationFailed
+from slime_backend.slime_hooks.weights.ranks import publish_together
 from slime_backend.transports.collective import CollectiveTransport
 from slime_backend.wire import REPORTS_PATH
 

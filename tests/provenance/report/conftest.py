@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from slime_backend.provenance.audit import AuditResult, Violation
-from slime_backend.provenance.conclusion import conclude
-from slime_backend.provenance.differences import Differences
-from slime_backend.provenance.sampling import Plan
-from slime_backend.provenance.summary import write_summary
+from slime_backend.audit.audit import AuditResult, Violation
+from slime_backend.audit.conclusion import conclude
+from slime_backend.audit.differences import Differences
+from slime_backend.audit.sampling import Plan
 from slime_backend.publication import EngineOutcome, PublicationReport
+from slime_backend.report.summary import write_summary
 
 from ..examples import SEGMENTS, example
 

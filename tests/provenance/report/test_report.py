@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from slime_backend.provenance.errors import ReportError
-from slime_backend.provenance.report import charts, timeline, write
-from slime_backend.provenance.report.hit_rate import HitRate
-from slime_backend.provenance.report.page import STATIC, STYLE, VARIABLES
-from slime_backend.provenance.report.run_files import read_run
-from slime_backend.provenance.report.verdict import judge
+from slime_backend.report import charts, timeline, write
+from slime_backend.report.hit_rate import HitRate
+from slime_backend.report.page import STATIC, STYLE, VARIABLES
+from slime_backend.report.run_data import read_run
+from slime_backend.report.verdict import judge
 
 from .conftest import HOSTILE, VIOLATION, publication
 
@@ -236,7 +236,7 @@ def test_no_report_costs_no_run(make_run, monkeypatch):
 
 def test_the_core_does_not_import_plotly():
     code = (
-        "import sys, slime_backend.cli, slime_backend.provenance.report.write, slime_backend.local_trainer.loop\n"
+        "import sys, slime_backend.cli, slime_backend.report.write, slime_backend.local_trainer.loop\n"
         "sys.exit('plotly' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
