@@ -6,7 +6,6 @@ import difflib
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -60,10 +59,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def gateway_config(section: Mapping[str, Any] | None, where: str) -> GatewayConfig:
+def gateway_config(section: Mapping[str, object] | None, where: str) -> GatewayConfig:
     """Raises ConfigError with one line."""
     try:
-        return GatewayConfig(**(section or {}))
+        return GatewayConfig.model_validate(section or {})
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(str(part) for part in fault["loc"])

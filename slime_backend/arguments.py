@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any, get_args
 
+from slime_backend.planner.at_start import resolve_sharing
+from slime_backend.planner.slime_args import start_facts
 from slime_backend.policy import Policy, check_radix_setting, decide
 from slime_backend.provenance.staleness import StalenessPolicy
 
@@ -109,16 +111,10 @@ def configure_sglang_runtime(args: Any) -> Policy:
 
     Raises PolicyError where an override would share entries that can't be scoped.
     """
-    if getattr(args, "disjoint_prefix_sharing", None) == "auto":
-        from slime_backend.planner.at_start import choose
-        from slime_backend.planner.slime_args import start_facts
-
-        choice = choose(start_facts(args))
-        args.disjoint_prefix_sharing, args.reef_sharing_reason = choice.sharing, choice.why
-    policy = decide(
-        "colocated" if getattr(args, "colocate", False) else "disjoint",
-        getattr(args, "disjoint_prefix_sharing", "off"),
-    )
+    sharing, why = resolve_sharing(getattr(args, "disjoint_prefix_sharing", "off"), lambda: start_facts(args))
+    if why:
+        args.disjoint_prefix_sharing, args.reef_sharing_reason = sharing, why
+    policy = decide("colocated" if getattr(args, "colocate", False) else "disjoint", sharing)
     overrides = getattr(args, "sglang_overrides", None) or {}
     if overrides.get("disable_radix_cache") is False:
         check_radix_setting(policy, True, "the engine override disable_radix_cache=false")

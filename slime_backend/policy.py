@@ -21,7 +21,6 @@ from slime_backend.errors import UsageError
 Layout = Literal["colocated", "disjoint"]
 PauseMode = Literal["abort", "retract", "in_place"]
 PrefixSharing = Literal["off", "retract", "scoped", "unsafe"]
-AskedSharing = Literal[PrefixSharing, "auto"]  # auto becomes one of the others before anything is decided
 AfterPause = Literal["nothing", "flush", "sweep"]
 
 

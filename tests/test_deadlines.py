@@ -27,7 +27,7 @@ ASKED = Deadlines(pause=1.0, flush=2.0, load=3.0, control=4.0, generate=5.0)
 
 
 def test_the_defaults_are_the_clients_own():
-    assert make_config({}, "x").deadlines == Deadlines()
+    assert make_config({}, "x").engines.deadlines == Deadlines()
 
 
 @pytest.mark.parametrize("key", [*GIVEN, "engine_wait_s"])
@@ -56,7 +56,7 @@ def test_train_and_up_pass_them_on(run_async):
     async def scenario():
         async with (
             FakeEngine() as fake,
-            local_fleet.started_fleet([Started(fake)], config, "v0", lambda text: None) as fleet,
+            local_fleet.started_fleet([Started(fake)], config.engines, config.policy, "v0", lambda text: None) as fleet,
         ):
             return [m.client.deadlines for m in fleet.members.values()], fleet.wait_s
 

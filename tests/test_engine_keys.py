@@ -136,10 +136,10 @@ def test_flags_of_engines_that_are_started_give_their_keys_and_are_not_written_d
     flags = ["--api-key", "a-key", "--tp-size", "2", "--admin-api-key=b-key"]
     overrides = [f"engine_flags={json.dumps(flags)}"]
     config = load_config(Path("configs/cpu_tiny.yaml"), overrides)
-    assert (config.engine_keys.api, config.engine_keys.admin) == ("a-key", "b-key")
+    assert (config.engines.keys_to_send.api, config.engines.keys_to_send.admin) == ("a-key", "b-key")
     assert "key'" not in str(config.to_record()["engine_flags"]).replace("--api-key'", "")
     assert without_keys(flags) == ["--api-key", "***", "--tp-size", "2", "--admin-api-key=***"]
     for nothing in ([], ["--api-key"], ["--tp-size", "2"]):
         assert keys_in_flags(nothing, EngineKeys(api="x")).api == "x"
     with pytest.raises(ConfigError, match="NOWHERE"):
-        _ = load_config(Path("configs/cpu_tiny.yaml"), ["engine_api_key_env=NOWHERE"]).engine_keys
+        _ = load_config(Path("configs/cpu_tiny.yaml"), ["engine_api_key_env=NOWHERE"]).engines.keys_to_send

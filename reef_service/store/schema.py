@@ -108,7 +108,6 @@ publications = Table(
     Column("state", String, nullable=False),
     Column("checkpoint", String, nullable=False),
     Column("at", Double, nullable=False),
-    Column(
-        "report", Text, nullable=False
-    ),  # JSON of PublicationReport, "{}" where the version was found, not published
+    # JSON of PublicationReport, "{}" where the version was found, not published.
+    Column("report", Text, nullable=False),
 )

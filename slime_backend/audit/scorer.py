@@ -118,9 +118,8 @@ class Scorer:
         tokens = (*record.prompt_ids, *record.output_ids[: segment.end])
         first = len(record.prompt_ids) + segment.start - 1  # the position whose logits sampled the first token
         rows: list[Tensor] = []
-        past: Any = (
-            DynamicCache()
-        )  # without a config it holds every position; windows come from the mask, which is exact
+        # Without a config it holds every position; windows come from the mask, which is exact.
+        past: Any = DynamicCache()
         for span, forward in self._pieces(segment.context, mix):
             begin = span.start
             if begin == 0 and forward is None:

@@ -83,7 +83,7 @@ def train(
     from slime_backend.local_trainer.loop import choose_run_dir
     from slime_backend.local_trainer.loop import train as run
 
-    run_dir = choose_run_dir(settings, resume)
+    run_dir = choose_run_dir(settings.run_dir, resume)
     with console_reporter() as reporter:
         reporter.say(f"run directory: {run_dir}")
         summary = event_loop.run_until_signal(run(settings, run_dir, resume=resume is not None, reporter=reporter))
@@ -114,7 +114,9 @@ def up(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> 
         sys.stdout.flush()
 
     say = (lambda text: None) if as_json else typer.echo
-    event_loop.run_until_signal(serve_engines(settings, base_model(settings), say=say, ready=ready))
+    event_loop.run_until_signal(
+        serve_engines(settings.engines, settings.policy, base_model(settings.model), say=say, ready=ready)
+    )
 
 
 @app.command()
@@ -339,11 +341,10 @@ def _holders(names: list[str] | None) -> frozenset[str]:
 
 def _load(path: Path, overrides: list[str] | None, *, trains: bool = False) -> RunConfig:
     """`trains`: the engines will serve the config's task."""
-    from slime_backend.local_trainer.auto_sharing import resolve
+    from slime_backend.local_trainer.expected_traffic import expected_traffic
 
-    settings, choice = resolve(load_config(path, overrides or ()), trains=trains)
-    if choice is not None:
-        typer.echo(f"disjoint_prefix_sharing=auto takes {choice.sharing}: {choice.why}", err=True)
+    traffic = expected_traffic if trains else None
+    settings = load_config(path, overrides or (), traffic=traffic, say=lambda text: typer.echo(text, err=True))
     if not settings.policy.safe:
         typer.echo(
             "warning: disjoint_prefix_sharing=unsafe shares KV that it can't scope; it exists to show that the audit "

@@ -16,18 +16,24 @@ from reef_service.gateway import join_engines, running_gateway
 from reef_service.server import serving
 from reef_service.store import open_store
 from slime_backend import event_loop
-from slime_backend.config import ConfigError, RunConfig
+from slime_backend.config import ConfigError, EnginesConfig, ModelConfig, RunConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet
 from slime_backend.ledger.files import read_rollouts
 from slime_backend.ledger.writer import Ledger
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
 from slime_backend.run_files import RunDir
+=======
+from slime_backend.policy import Policy
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
 
 
 def serve(settings: RunConfig, where: str, as_json: bool) -> None:
     """The gateway for engines that somebody else started."""
     config = gateway_config(settings.gateway, where)
-    event_loop.run_until_signal(_serve(settings, config, as_json))
+    event_loop.run_until_signal(
+        _serve(settings.engines, settings.policy, settings.model.name, settings.run_dir, config, as_json)
+    )
 
 
 def up(settings: RunConfig, where: str, as_json: bool) -> None:
@@ -37,7 +43,9 @@ def up(settings: RunConfig, where: str, as_json: bool) -> None:
         raise ConfigError(
             f"{where}: gateway.engines names running engines; `up` starts its own: use `serve`, or drop it"
         )
-    event_loop.run_until_signal(_up(settings, config, as_json))
+    event_loop.run_until_signal(
+        _up(settings.engines, settings.policy, settings.model, settings.run_dir, config, as_json)
+    )
 
 
 def export(run_dir: Path, store_url: str | None) -> str:
@@ -56,39 +64,43 @@ def export(run_dir: Path, store_url: str | None) -> str:
     return f"{added} turns added to the {len(known)} in {run_dir}; reef-slime audit {run_dir} recomputes them"
 
 
-async def _serve(settings: RunConfig, config: GatewayConfig, as_json: bool) -> None:
+async def _serve(
+    engines: EnginesConfig, policy: Policy, model: str, run_dir: Path, config: GatewayConfig, as_json: bool
+) -> None:
     clients: list[EngineClient] = []
     try:
         fleet = await join_engines(
-            settings.policy,
+            policy,
             config.engines,
             clients,
-            keys=settings.engine_keys,
-            deadlines=settings.deadlines,
-            wait_s=settings.engine_wait_s,
+            keys=engines.keys_to_send,
+            deadlines=engines.deadlines,
+            wait_s=engines.wait_s,
         )
-        model = await _tokenizer_directory(settings, clients[0])
-        await _run(settings, config, fleet, model, as_json)
+        directory = await _tokenizer_directory(model, clients[0])
+        await _run(run_dir, config, fleet, directory, as_json)
     finally:
         for client in clients:
             await client.close()
 
 
-async def _up(settings: RunConfig, config: GatewayConfig, as_json: bool) -> None:
+async def _up(
+    engines: EnginesConfig, policy: Policy, start: ModelConfig, run_dir: Path, config: GatewayConfig, as_json: bool
+) -> None:
     from slime_backend.local_trainer.local_fleet import running_fleet
     from slime_backend.local_trainer.loop import base_model
 
-    model = base_model(settings)
+    model = base_model(start)
     say = (lambda text: None) if as_json else typer.echo
-    async with running_fleet(settings, model, "v0", settings.run_dir, say) as fleet:
-        await _run(settings, config, fleet, model, as_json)
+    async with running_fleet(engines, policy, model, "v0", run_dir, say) as fleet:
+        await _run(run_dir, config, fleet, model, as_json)
 
 
-async def _run(settings: RunConfig, config: GatewayConfig, fleet: Fleet, model: Path, as_json: bool) -> None:
+async def _run(run_dir: Path, config: GatewayConfig, fleet: Fleet, model: Path, as_json: bool) -> None:
     """Serve until this is cancelled."""
-    with open_store(config.store or _default_store(settings.run_dir)) as store:
+    with open_store(config.store or _default_store(run_dir)) as store:
         async with (
-            running_gateway(config, fleet, model, store, settings.run_dir) as gateway,
+            running_gateway(config, fleet, model, store, run_dir) as gateway,
             serving(make_app(gateway), config.host, config.port) as url,
         ):
             if as_json:
@@ -112,16 +124,16 @@ async def _run(settings: RunConfig, config: GatewayConfig, fleet: Fleet, model: 
                 await asyncio.shield(gateway.stop())
 
 
-async def _tokenizer_directory(settings: RunConfig, client: EngineClient) -> Path:
+async def _tokenizer_directory(model: str, client: EngineClient) -> Path:
     """Where the tokenizer lies: `model` where that is a directory, else what the engine says that it serves."""
-    if (Path(settings.model) / "tokenizer.json").is_file():
-        return Path(settings.model)
+    if (Path(model) / "tokenizer.json").is_file():
+        return Path(model)
     info = await client.call("GET", "/model_info")
     served = Path(str(info.get("tokenizer_path") or info.get("model_path") or ""))
     if (served / "tokenizer.json").is_file():
         return served
     raise ConfigError(
-        f"model={settings.model!r} is no directory with a tokenizer.json, and neither is what the engine serves "
+        f"model={model!r} is no directory with a tokenizer.json, and neither is what the engine serves "
         f"({served}); set model to the model's directory"
     )
 

@@ -2,76 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from slime_backend.planner.plan import Given, make_plan
+from slime_backend.planner.traffic import PlanError
 
-def plan(
-    run_dir: Annotated[
-        Path | None, typer.Argument(metavar="[RUN_DIR]", help="a recorded run; flags go before what it says")
-    ] = None,
-    bench: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="speeds and traffic of reef-slime bench modes --write DIR")
-    ] = None,
-    prompt: Annotated[float | None, typer.Option("--prompt-tokens", metavar="N", help="of a prompt")] = None,
-    shared: Annotated[
-        float | None, typer.Option("--shared-tokens", metavar="N", help="of it, what all prompts begin with")
-    ] = None,
-    group: Annotated[float | None, typer.Option("--group-size", metavar="N", help="requests of one prompt")] = None,
-    answer: Annotated[float | None, typer.Option("--answer-tokens", metavar="N", help="mean of an answer")] = None,
-    spread: Annotated[float, typer.Option("--answer-spread", help="its standard deviation over its mean")] = 0.6,
-    in_flight: Annotated[float | None, typer.Option("--in-flight", metavar="N", help="requests on one engine")] = None,
-    per_hour: Annotated[float | None, typer.Option("--publications-per-hour", metavar="N")] = None,
-    chunk: Annotated[float | None, typer.Option("--chunk", metavar="N", help="tokens of a prefill step")] = None,
-    one_by_one: Annotated[
-        bool, typer.Option("--one-by-one", help="a group's requests don't reach the engine at once")
-    ] = False,
-    prefill: Annotated[float | None, typer.Option("--prefill-speed", help="tokens per second of one engine")] = None,
-    decode: Annotated[float | None, typer.Option("--decode-speed", help="the same, with all in flight")] = None,
-    standstill: Annotated[
-        float | None, typer.Option("--standstill", metavar="S", help="seconds a publication in place takes")
-    ] = None,
-    model: Annotated[float | None, typer.Option("--model-billions", help="active parameters, for the speeds")] = None,
-    tflops: Annotated[float, typer.Option(help="of the engine's GPUs together, for --model-billions")] = 989.0,
-    bandwidth: Annotated[float, typer.Option("--bandwidth-gb-s", help="the same; both default to one H100")] = 3350.0,
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="write the plots: one file, no network")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON line")] = False,
-) -> None:
+Page = Annotated[Path | None, typer.Option(metavar="FILE.html", help="write the plots: one file, no network")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON line")]
+
+
+def plan(page: Page = None, as_json: AsJson = False, **given: Any) -> None:
     """Predict prefilled tokens, throughput and lag under each way to publish, and recommend one.
 
     The traffic comes from RUN_DIR, from --bench, or from flags; the speeds from flags, --model-billions, or the same
     place. Formulas and what they leave out: docs/planner.md."""
-    from slime_backend.planner.plan import Given, make_plan
-    from slime_backend.planner.traffic import PlanError
-
-    if run_dir is not None and not run_dir.is_dir():
-        raise PlanError(f"no run directory {run_dir}")
-    found = make_plan(
-        Given(
-            run_dir=run_dir,
-            bench=bench,
-            prompt=prompt,
-            shared=shared,
-            group=group,
-            answer=answer,
-            spread=spread,
-            in_flight=in_flight,
-            per_hour=per_hour,
-            chunk=chunk,
-            one_by_one=one_by_one,
-            prefill=prefill,
-            decode=decode,
-            standstill=standstill,
-            model_billions=model,
-            tflops=tflops,
-            gb_s=bandwidth,
-        )
-    )
+    asked = Given(**given)
+    if asked.run_dir is not None and not asked.run_dir.is_dir():
+        raise PlanError(f"no run directory {asked.run_dir}")
+    found = make_plan(asked)
     if page is not None:
         from slime_backend.planner.page import write_page
 
@@ -82,6 +36,28 @@ def plan(
     _print(found)
     if page is not None:
         typer.echo(f"plots: {page}")
+
+
+def _with_flags_of_given(command: inspect.Signature) -> inspect.Signature:
+    """The signature that Typer reads: a parameter for each field of Given in the place of **given."""
+    hints = get_type_hints(Given, include_extras=True)
+    asked = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_option(hints[f.name]))
+        for f in dataclasses.fields(Given)
+    ]
+    own = [p.replace(kind=p.KEYWORD_ONLY) for p in command.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    return command.replace(parameters=[*asked, *own])
+
+
+def _option(hint: Any) -> Any:
+    kind, flag = get_args(hint)
+    if flag.positional:
+        return Annotated[kind, typer.Argument(metavar=flag.metavar, help=flag.help)]
+    names = [] if flag.name is None else [flag.name]
+    return Annotated[kind, typer.Option(*names, metavar=flag.metavar, help=flag.help)]
+
+
+plan.__signature__ = _with_flags_of_given(inspect.signature(plan, eval_str=True))  # type: ignore[attr-defined]
 
 
 def _compared(cells: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Takes the other hooks out of a running scheduler and puts them back: for `reef-slime bench overhead`, not for a run.
+"""This hook takes the others out of a running scheduler and puts them back.
+
+It serves `reef-slime bench overhead` alone: no run and no policy asks for it, and an engine that wasn't started with
+its name in REEF_SLIME_HOOKS never loads it.
 
 Two engine processes that are started alike differ in speed by more than recording costs, so the bench compares one
 engine with itself. `POST /set_internal_state` with `{"server_args": {"reef_slime_hooks": 0}}` puts SGLang's own

@@ -121,9 +121,8 @@ def checkpoint_at_anchors(original: Any, tree: Any, req: Any, planner: Planner, 
 def _plan(planner: Planner, req: Any) -> tuple[int, ...]:
     try:
         return planner.plan(req.origin_input_ids, req.sampling_params.custom_params)
-    except (
-        Exception
-    ):  # ids of a form that we don't know: such a prompt goes without anchors, and the scheduler lives on
+    except Exception:
+        # Ids of a form that we don't know: such a prompt goes without anchors, and the scheduler lives on.
         log.exception("reef-slime: no anchors for request %s", req.rid)
         return ()
 

@@ -1,6 +1,6 @@
 """The audit of a run in a process of its own, beside the training.
 
-    beside = AuditBeside(config, run_dir)
+    beside = AuditBeside(config.audit, run_dir)
     beside.start()
     ...                            train; `beside.news()` after each step: violations found since
     audit = await beside.result()  it ends with the run; None if it failed
@@ -20,8 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime_backend.audit.audit import AuditResult, Violation
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
 from slime_backend.audit.follow import load
 from slime_backend.config import RunConfig
+=======
+from slime_backend.audit.follow import FILE, load
+from slime_backend.config import AuditConfig
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
 from slime_backend.engine_process import guard as engine_guard
 from slime_backend.run_files import RunDir
 
@@ -32,16 +37,16 @@ GRACE_S = 10.0  # beyond its own deadline
 class AuditBeside:
     """Starts `reef-slime audit RUN_DIR --follow` and reads what it leaves in `audit.json`. For one event loop."""
 
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+    def __init__(self, config: AuditConfig, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
         self._told = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
         settings = {
-            "--rollouts": self.config.audit_rollouts,
-            "--tolerance": self.config.audit_tolerance,
-            "--deadline": self.config.audit_deadline_s,
+            "--rollouts": self.config.rollouts,
+            "--tolerance": self.config.tolerance,
+            "--deadline": self.config.deadline_s,
             # The trainer ends it; it must not give up where one step takes long.
             "--idle": 10 * 24 * 3600,
         }
@@ -65,7 +70,7 @@ class AuditBeside:
         """Wait for its end, at most `audit_deadline_s` and a little; None where it failed or was late."""
         if self._process is None:
             return None
-        for _ in range(int((self.config.audit_deadline_s + GRACE_S) / POLL_S)):
+        for _ in range(int((self.config.deadline_s + GRACE_S) / POLL_S)):
             if self._process.poll() is not None:
                 break
             await asyncio.sleep(POLL_S)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from slime_backend.config import RunConfig
+from slime_backend.config import TrainerConfig
 from slime_backend.engine_process import guard as engine_guard
 from slime_backend.local_trainer.checkpoint import save_trainer_state, version_name
 from slime_backend.local_trainer.deepspeed_step import deepspeed, deepspeed_step, make_deepspeed_engine
@@ -121,7 +121,8 @@ class DeepSpeedTrainer:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainerConfig,
+        seed: int,
         grpo: GrpoConfig,
         weights: Path,
         template: Path,
@@ -129,28 +130,28 @@ class DeepSpeedTrainer:
         state: dict[str, Any] | None,
     ) -> None:
         """Raises RunError where a rank doesn't start, or `state` was left by other settings."""
-        self.shape = {"trainer": "deepspeed", "zero_stage": config.zero_stage, "processes": config.trainer_processes}
+        self.shape = {"trainer": "deepspeed", "zero_stage": config.zero_stage, "processes": config.processes}
         _check_state(state, self.shape)
         self.run_dir = run_dir
         self._lock = threading.Lock()  # a step runs on a thread of its own, and may still do when the run is given up
         self._followers: list[tuple[Popen[bytes], Path]] = []
         self._led = ExitStack()
-        store = dist.TCPStore(HOST, 0, config.trainer_processes, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(HOST, 0, config.processes, is_master=True, wait_for_workers=False)
         first = RankSettings(
             rank=0,
-            ranks=config.trainer_processes,
+            ranks=config.processes,
             port=store.port,
             weights=str(weights),
             template=str(template),
             states=str(RunDir(run_dir).deepspeed_states),
             resumed_step=state["step"] if state else None,
             zero_stage=config.zero_stage,
-            threads=config.trainer_threads,
-            seed=config.seed,
+            threads=config.threads,
+            seed=seed,
             grpo=asdict(grpo),
         )
         try:
-            for rank in range(1, config.trainer_processes):
+            for rank in range(1, config.processes):
                 self._followers.append(_start(first.model_copy(update={"rank": rank}), run_dir))
             self._wait_for_followers(store)
             self._mine = TrainerRank(first, store)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from slime_backend.config import RunConfig
+from slime_backend.config import EnginesConfig, TrainerConfig
 from slime_backend.runs import RunError
 
 COUNT_S = 120.0  # importing torch on a busy machine
@@ -38,35 +38,40 @@ class Placement:
     trainer: str
 
 
-def place(config: RunConfig, *, trains: bool, visible: Callable[[], Sequence[str]] | None = None) -> Placement:
-    """`trains`: a trainer runs as well; `visible`: the names of the GPUs that this process may use.
+def place(
+    engines: EnginesConfig, trainer: TrainerConfig | None, *, visible: Callable[[], Sequence[str]] | None = None
+) -> Placement:
+    """`trainer`: one runs as well; `visible`: the names of the GPUs that this process may use.
 
     Raises RunError where there are fewer GPUs than engines and trainer need.
     """
     names: list[str] = []
-    each = gpus_per_engine(config.engine_flags) if config.device == "cuda" else 0
-    wanted = config.trainer_device
-    if wanted is None:  # DeepSpeed's own processes are on the CPU
-        wanted = "cuda" if config.device == "cuda" and config.trainer == "torch" else "cpu"
-    on_gpu = trains and wanted.startswith("cuda")
+    each = gpus_per_engine(engines.flags) if engines.device == "cuda" else 0
+    wanted = _trainer_device(engines, trainer) if trainer else "cpu"
+    on_gpu = wanted.startswith("cuda")
     if each or on_gpu:
         names = list((visible or visible_gpus)())
-    needed = config.engines * each
-    engines = tuple(tuple(names[i * each : (i + 1) * each]) for i in range(config.engines))
+    needed = engines.count * each
+    groups = tuple(tuple(names[i * each : (i + 1) * each]) for i in range(engines.count))
     index = int(wanted.partition(":")[2] or needed) if on_gpu else None
     if needed + (on_gpu and index == needed) > len(names) or (index is not None and index >= len(names)):
-        trainer = f" and trainer_device={wanted.partition(':')[0]}:{index}" if index is not None else ""
+        and_trainer = f" and trainer_device={wanted.partition(':')[0]}:{index}" if index is not None else ""
         raise RunError(
-            f"device={config.device}: engines={config.engines} of {each} GPU{'s' if each != 1 else ''} each{trainer} "
-            f"need {max(needed, (index or 0) + (index is not None))} GPUs, {len(names)} are visible; lower engines or "
-            "--tp-size, set trainer_device=cpu, or make more visible (CUDA_VISIBLE_DEVICES)"
+            f"device={engines.device}: engines={engines.count} of {each} GPU{'s' if each != 1 else ''} each"
+            f"{and_trainer} need {max(needed, (index or 0) + (index is not None))} GPUs, {len(names)} are visible; "
+            "lower engines or --tp-size, set trainer_device=cpu, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     if index is not None and index < needed:
         raise RunError(
-            f"trainer_device={wanted} is engine{index // each}'s: engines={config.engines} of {each} GPUs each have "
+            f"trainer_device={wanted} is engine{index // each}'s: engines={engines.count} of {each} GPUs each have "
             f"cuda:0 to cuda:{needed - 1}; give a later one, or leave trainer_device out"
         )
-    return Placement(engines, "cpu" if index is None else f"cuda:{index}")
+    return Placement(groups, "cpu" if index is None else f"cuda:{index}")
+
+
+def _trainer_device(engines: EnginesConfig, trainer: TrainerConfig) -> str:
+    """What was asked for; else a GPU where the engines have some. DeepSpeed's own processes are on the CPU."""
+    return trainer.device or ("cuda" if engines.device == "cuda" and trainer.kind == "torch" else "cpu")
 
 
 def gpus_per_engine(flags: Sequence[str]) -> int:

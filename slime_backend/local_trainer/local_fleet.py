@@ -1,4 +1,4 @@
-"""Real engines on this machine, started from a RunConfig and admitted to a fleet."""
+"""Real engines on this machine, started from a configuration and admitted to a fleet."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from slime_backend.config import RunConfig
+from slime_backend.config import EnginesConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import EngineSettings, EngineStartError, LocalEngine
 from slime_backend.fleet import Fleet, admit
 from slime_backend.fleet.liveness import look
 from slime_backend.local_trainer.devices import place
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
 from slime_backend.run_files import RunDir
+=======
+from slime_backend.policy import Policy
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
 
 WATCH_S = 2.0  # between two looks at the engines of `reef-slime up`
 
 
-def make_engines(config: RunConfig, model: Path, version: str, log_dir: Path) -> list[LocalEngine]:
-    """One LocalEngine per `config.engines`, not started. Raises RunError where there are too few GPUs."""
-    ports = config.ports or [0] * config.engines
-    devices = place(config, trains=False).engines
+def make_engines(config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path) -> list[LocalEngine]:
+    """As many LocalEngines as the configuration names, not started. Raises RunError where there are too few GPUs."""
+    ports = config.ports or [0] * config.count
+    devices = place(config, None).engines
     return [
         LocalEngine(
             EngineSettings(
@@ -31,15 +35,15 @@ def make_engines(config: RunConfig, model: Path, version: str, log_dir: Path) ->
                 port=port,
                 device=config.device,
                 dtype=config.dtype,
-                radix_cache=config.radix_cache,
+                radix_cache=config.radix_cache_under(policy),
                 weight_version=version,
                 max_total_tokens=config.max_total_tokens,
                 chunked_prefill_size=config.chunked_prefill_size,
                 page_size=config.page_size,
-                hooks=config.engine_hooks,
-                threads=config.engine_threads,
+                hooks=config.hooks_under(policy),
+                threads=config.threads,
                 skip_tokenizer=config.skip_tokenizer,
-                extra=config.engine_flags,
+                extra=config.flags,
                 devices=devices[i],
             ),
             log_path=RunDir(log_dir).engine_log(i),
@@ -51,22 +55,23 @@ def make_engines(config: RunConfig, model: Path, version: str, log_dir: Path) ->
 
 @asynccontextmanager
 async def running_fleet(
-    config: RunConfig, model: Path, version: str, log_dir: Path, say: Callable[[str], None]
+    config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path, say: Callable[[str], None]
 ) -> AsyncIterator[Fleet]:
     """Start the engines side by side, admit each to a fleet at `version`, stop them all at the end.
 
     Raises EngineStartError, EngineUnfit or PortOccupiedError, after every started engine was stopped.
     """
-    async with started_fleet(make_engines(config, model, version, log_dir), config, version, say) as fleet:
+    engines = make_engines(config, policy, model, version, log_dir)
+    async with started_fleet(engines, config, policy, version, say) as fleet:
         yield fleet
 
 
 @asynccontextmanager
 async def started_fleet(
-    engines: Sequence[LocalEngine], config: RunConfig, version: str, say: Callable[[str], None]
+    engines: Sequence[LocalEngine], config: EnginesConfig, policy: Policy, version: str, say: Callable[[str], None]
 ) -> AsyncIterator[Fleet]:
     """`running_fleet` of these engines."""
-    keys = config.engine_keys
+    keys = config.keys_to_send
     for engine in engines:
         engine.check()
     clients: list[EngineClient] = []
@@ -74,8 +79,8 @@ async def started_fleet(
         for engine in engines:
             await asyncio.to_thread(engine.start)
             say(f"{engine.name} starts on {engine.url} (log: {engine.log_path})")
-        await asyncio.gather(*(asyncio.to_thread(e.wait_ready, config.engine_ready_s) for e in engines))
-        fleet = Fleet(config.policy, version, wait_s=config.engine_wait_s)
+        await asyncio.gather(*(asyncio.to_thread(e.wait_ready, config.ready_s) for e in engines))
+        fleet = Fleet(policy, version, wait_s=config.wait_s)
         for engine in engines:
             client = EngineClient(engine.url, name=engine.name, keys=keys, deadlines=config.deadlines)
             clients.append(client)
@@ -89,7 +94,12 @@ async def started_fleet(
 
 
 async def serve_engines(
-    config: RunConfig, model: Path, *, say: Callable[[str], None], ready: Callable[[list[str]], None]
+    config: EnginesConfig,
+    policy: Policy,
+    model: Path,
+    *,
+    say: Callable[[str], None],
+    ready: Callable[[list[str]], None],
 ) -> None:
     """Start the engines, call `ready` with their URLs, and keep them until this is cancelled.
 
@@ -97,8 +107,8 @@ async def serve_engines(
     """
     logs = Path(tempfile.mkdtemp(prefix="reef-slime-up-"))
     try:
-        engines = make_engines(config, model, "v0", logs)
-        async with started_fleet(engines, config, "v0", say) as fleet:
+        engines = make_engines(config, policy, model, "v0", logs)
+        async with started_fleet(engines, config, policy, "v0", say) as fleet:
             ready([m.client.url for m in fleet.members.values()])
             await until_one_is_gone([(m.client, e.alive) for m, e in zip(fleet.members.values(), engines, strict=True)])
     except EngineStartError as error:

@@ -22,7 +22,7 @@ import torch
 
 from slime_backend.audit import follow as audit_follow
 from slime_backend.audit.audit import AuditResult, Violation, audit_run
-from slime_backend.config import RunConfig
+from slime_backend.config import AuditConfig, ModelConfig, RunConfig
 from slime_backend.fleet import Fleet
 from slime_backend.ledger.lock import describe_holder, lock_run
 from slime_backend.local_trainer.audit_beside import AuditBeside
@@ -34,7 +34,11 @@ from slime_backend.local_trainer.checkpoint import (
     version_name,
 )
 from slime_backend.local_trainer.devices import place
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
 from slime_backend.local_trainer.grpo import GrpoConfig
+=======
+from slime_backend.local_trainer.grpo import StepMetrics
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
 from slime_backend.local_trainer.resumption import log_again, log_step, make_good
@@ -70,42 +74,53 @@ class Reporter:
     progress: Callable[[str, int, int], None] = field(default=lambda stage, done, total: None)
 
 
-def base_model(config: RunConfig) -> Path:
+def base_model(config: ModelConfig) -> Path:
     """The directory of the model to start from; made on the spot where it is one of ours."""
     made = Path(config.models_dir)
-    if config.model == "tiny":
+    if config.name == "tiny":
         return models.make_tiny_model(made / f"tiny-seed{config.seed}", seed=config.seed)
-    if config.model == "tiny_hybrid":
+    if config.name == "tiny_hybrid":
         return models.make_tiny_model(made / f"tiny-hybrid-seed{config.seed}", hybrid=True, seed=config.seed)
-    if config.model == "smollm2":
+    if config.name == "smollm2":
         return models.make_smollm2(made / "smollm2-135m-instruct")
-    directory = Path(config.model)
+    directory = Path(config.name)
     if not (directory / "config.json").is_file():
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
         raise RunMisused(
             f"model={config.model!r} is neither tiny, tiny_hybrid, smollm2 nor a directory with a config.json"
+=======
+        raise RunError(
+            f"model={config.name!r} is neither tiny, tiny_hybrid, smollm2 nor a directory with a config.json"
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
         )
     return directory
 
 
-def choose_run_dir(config: RunConfig, resume: Path | None) -> Path:
-    """Where the run writes. Raises RunError for a resume of what isn't a run."""
+def choose_run_dir(named: Path, resume: Path | None) -> Path:
+    """Where the run writes: `named` by its configuration, or what it resumes. Raises RunError for a resume of what
+    isn't a run."""
     if resume is None:
-        return new_run_dir(config.run_dir)
+        return new_run_dir(named)
     if not is_used(resume):
         raise RunMisused(f"{resume} holds no run to resume")
     return resume
 
 
 async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Reporter) -> dict[str, Any]:
-    """Run to `config.steps` and return the summary. Cancelling it (Ctrl-C) still writes a partial summary.
+    """Run to `config.trainer.steps` and return the summary. Cancelling it (Ctrl-C) still writes a partial summary.
 
     Raises RunError and the typed errors of engines, fleet and publication.
     """
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
     # What can be refused is, before anything is written.
     place(config, trains=True)
     check_trainer(config)
     base = base_model(config)
     new = not run_dir.exists()
+=======
+    place(config.engines, config.trainer)  # raises before anything is written
+    run_dir.mkdir(parents=True, exist_ok=True)
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
     lock = lock_run(run_dir)
     if lock is None:
         raise RunError(
@@ -125,6 +140,7 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
     started, files = time.monotonic(), RunDir(run_dir)
     state = load_trainer_state(run_dir) if resume else None  # a run that was ended before step 1 starts over
     first_step = state["step"] if state else 0
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
     if resume:
         check_resumable(run_dir, state, base)
         forget_unpublished(files.all_weights, first_step)
@@ -139,26 +155,48 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
         ratio_high=config.ratio_high,
     )
     trainer = make_trainer(config, grpo, files.weights(version) if state else base, base, run_dir, state)
+=======
+    base = base_model(config.model)
+    if resume:
+        check_resumable(run_dir, state, base)
+        forget_unpublished(run_dir / "weights", first_step)
+        make_good(run_dir, first_step, str(config.policy), config.publication.transport, reporter.say)
+    torch.set_num_threads(config.trainer.threads)
+    torch.manual_seed(config.model.seed + first_step)
+    version = version_name(first_step)
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
     tracker = make_tracker(
-        config.tracker,
+        config.tracking.kind,
         run_dir,
-        mode=config.wandb,
-        project=config.wandb_project,
+        mode=config.tracking.mode,
+        project=config.tracking.project,
         name=config.name,
         settings=config.to_record(),
-        artifacts=config.wandb_artifacts,
+        artifacts=config.tracking.artifacts,
     )
     if resume:
         log_again(run_dir, tracker)
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
+=======
+    weights = run_dir / "weights" / version if state else base
+    device = place(config.engines, config.trainer).trainer
+    trainer = make_trainer(config.trainer, config.model.seed, device, weights, base, run_dir, state)
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
     reporter.say(f"policy: {config.policy}")
     memory = PeakMemory()
     outcome: dict[str, Any] = {"completed": False}
     audit: AuditResult | None = None
-    beside = AuditBeside(config, run_dir) if config.audit_beside and config.audit_rollouts else None
+    beside = AuditBeside(config.audit, run_dir) if config.audit.beside and config.audit.rollouts else None
     try:
         with memory, closing(trainer):
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
             await asyncio.to_thread(trainer.source.save, files.weights(version))
             async with running_fleet(config, files.weights(version), version, run_dir, reporter.say) as fleet:
+=======
+            await asyncio.to_thread(trainer.source.save, run_dir / "weights" / version)
+            served = run_dir / "weights" / version
+            async with running_fleet(config.engines, config.policy, served, version, run_dir, reporter.say) as fleet:
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
                 outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
                 run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, beside, version)
                 if beside is not None:
@@ -167,8 +205,8 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
                     await run.steps(first_step)
                 finally:
                     await asyncio.shield(run.close())
-            if config.audit_rollouts:
-                audit = await _audit(config, run_dir, beside, reporter)
+            if config.audit.rollouts:
+                audit = await _audit(config.audit, run_dir, beside, reporter)
                 tell_violations(beside.news() if beside else audit.violations, tracker, reporter)
         outcome["completed"] = True
     finally:
@@ -180,10 +218,16 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
             "audit": audit.summary() if audit else None,
             "wall_s": round(time.monotonic() - started, 1),
             "peak_rss_gib": round(memory.peak_gib, 2),
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
             "policy": "; then ".join(map(str, policies)),
             "policies": [asdict(policy) for policy in policies],
             "wandb_run_dir": tracker.directory if config.tracker == "wandb" else None,
             "tensorboard_dir": tracker.directory if config.tracker == "tensorboard" else None,
+=======
+            "policy": "; then ".join(policies_of(run_dir, str(config.policy))),
+            "wandb_run_dir": tracker.directory if config.tracking.kind == "wandb" else None,
+            "tensorboard_dir": tracker.directory if config.tracking.kind == "tensorboard" else None,
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
         }
         summary, why_not = _summary(run_dir, facts)
         if why_not:
@@ -211,7 +255,7 @@ def _summary(run_dir: Path, facts: dict[str, Any]) -> tuple[dict[str, Any], str]
         return facts, f"no summary: {what}; the run's other files are there, {RunDir(run_dir).summary} is not"
 
 
-async def _audit(config: RunConfig, run_dir: Path, beside: AuditBeside | None, reporter: Reporter) -> AuditResult:
+async def _audit(config: AuditConfig, run_dir: Path, beside: AuditBeside | None, reporter: Reporter) -> AuditResult:
     """What the audit beside the training found; one that is made now where there is none, or it failed."""
     if beside is not None:
         reporter.say("audit: what is left of the audit beside the training")
@@ -224,8 +268,8 @@ async def _audit(config: RunConfig, run_dir: Path, beside: AuditBeside | None, r
         audit_run,
         run_dir,
         models.load_model,
-        rollouts=config.audit_rollouts,
-        tolerance=config.audit_tolerance,
+        rollouts=config.rollouts,
+        tolerance=config.tolerance,
         progress=lambda done, total: reporter.progress("audit", done, total),
     )
     audit_follow.save(run_dir, audit)
@@ -257,18 +301,25 @@ class _Run:
         self.config, self.fleet, self.trainer = config, fleet, trainer
         self.started_from = started_from
         self.tracker, self.reporter, self.run_dir = tracker, reporter, run_dir
-        task = make_task(config.task)
+        task = make_task(config.task.name)
         tokenizer = models.load_tokenizer(base)
         self.tokenizer = tokenizer
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
         self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir, reporter.say)
         files = RunDir(run_dir)
         self.publications = JsonlWriter(files.publications, durable=True)
         self.steps_file = JsonlWriter(files.steps, durable=True)
         self.staleness = JsonlWriter(files.staleness)
+=======
+        self.worker = RolloutWorker(fleet, config.task, config.model.seed, task, tokenizer, run_dir, reporter.say)
+        self.publications = JsonlWriter(run_dir / "publications.jsonl", durable=True)
+        self.steps_file = JsonlWriter(run_dir / "steps.jsonl", durable=True)
+        self.staleness = JsonlWriter(run_dir / "staleness.jsonl")
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
         self.transport = self._transport()
 
     def _transport(self) -> Transport:
-        if self.config.transport == "distributed":
+        if self.config.publication.transport == "distributed":
             from slime_backend.transports.distributed import DistributedTransport
 
             return DistributedTransport(self.trainer.source)
@@ -276,13 +327,13 @@ class _Run:
 
     async def steps(self, first: int) -> None:
         self.worker.start()
-        for step in range(first + 1, self.config.steps + 1):
+        for step in range(first + 1, self.config.trainer.steps + 1):
             batch = await collect_batch(
                 self.worker,
-                self.config.groups_per_step,
+                self.config.task.groups_per_step,
                 trainer_version=step - 1,
-                policy=self.config.staleness,
-                bound=self.config.max_version_lag,
+                policy=self.config.trainer.staleness,
+                bound=self.config.trainer.max_version_lag,
                 say=self.reporter.say,
             )
             self._log_decisions(step, batch)
@@ -311,7 +362,7 @@ class _Run:
         return self.trainer.step(batch.samples())
 
     async def _remove_old_versions(self, step: int) -> None:
-        keep = self.config.keep_versions
+        keep = self.config.publication.keep_versions
         if keep is None or (self.beside is not None and await asyncio.to_thread(audit_is_behind, self.run_dir)):
             return
         weights, in_flight = RunDir(self.run_dir).all_weights, self.worker.versions_in_flight()
@@ -319,7 +370,7 @@ class _Run:
 
     def _compare_logprobs(self, step: int, metrics: StepMetrics) -> None:
         gap, tokens = metrics.logprob_gap_at_lag_0, metrics.tokens_at_lag_0
-        alerts = gap_alerts(step, gap, tokens, self.config.dtype, self.config.temperature)
+        alerts = gap_alerts(step, gap, tokens, self.config.engines.dtype, self.config.task.temperature)
         self.tracker.alert(alerts)
         for alert in alerts:
             self.reporter.say(f"{alert.title}: {alert.text}")
@@ -367,9 +418,9 @@ class _Run:
         self.tracker.log("publication", step, figures)
         answers = [self.tokenizer.decode(r.output_ids, skip_special_tokens=False) for r in records]
         self.tracker.add_rollouts(records, answers, [judged.decision.lag.max for judged in batch.kept])
-        self.reporter.progress("train", step, self.config.steps)
+        self.reporter.progress("train", step, self.config.trainer.steps)
         self.reporter.say(
-            f"step {step:>3}/{self.config.steps}  reward {row['reward_mean']:.3f}  lag {row['lag_mean']:.2f}  "
+            f"step {step:>3}/{self.config.trainer.steps}  reward {row['reward_mean']:.3f}  lag {row['lag_mean']:.2f}  "
             f"published {report.version} to {figures['confirmed']}/{len(report.engines)} engines, paused "
             f"{figures['paused_ms_max']:.0f} ms, retracted {figures['requests_retracted']:.0f} in flight"
         )

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from slime_backend.config import RunConfig
+from slime_backend.config import TrainerConfig
 from slime_backend.local_trainer.checkpoint import save_trainer_state
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
 from slime_backend.local_trainer.devices import place
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample, grpo_step, make_optimizer
+=======
+from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepMetrics, grpo_step, make_optimizer
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
 from slime_backend.simulation import models
 from slime_backend.tracking.columns import StepMetrics
 from slime_backend.weight_sources import WeightSource
@@ -30,17 +34,30 @@ class Trainer(Protocol):
 
 
 def make_trainer(
-    config: RunConfig, grpo: GrpoConfig, weights: Path, template: Path, run_dir: Path, state: dict[str, Any] | None
+    config: TrainerConfig,
+    seed: int,
+    device: str,
+    weights: Path,
+    template: Path,
+    run_dir: Path,
+    state: dict[str, Any] | None,
 ) -> Trainer:
-    """`weights`: the checkpoint to go on from. `state`: what `load_trainer_state` read of `run_dir`, None at the start.
+    """`device`: of torch, for a trainer in this process. `weights`: the checkpoint to go on from. `state`: what
+    `load_trainer_state` read of `run_dir`, None at the start.
 
     Raises RunError where the trainer can't start, or the state is another trainer's.
     """
-    if config.trainer == "deepspeed":
+    grpo = GrpoConfig(
+        learning_rate=config.learning_rate,
+        ratio_bound=config.ratio_bound,
+        ratio_low=config.ratio_low,
+        ratio_high=config.ratio_high,
+    )
+    if config.kind == "deepspeed":
         from slime_backend.local_trainer.deepspeed_trainer import DeepSpeedTrainer
 
-        return DeepSpeedTrainer(config, grpo, weights, template, run_dir, state)
-    return TorchTrainer(grpo, weights, template, state, place(config, trains=True).trainer)
+        return DeepSpeedTrainer(config, seed, grpo, weights, template, run_dir, state)
+    return TorchTrainer(grpo, weights, template, state, device)
 
 
 def check_trainer(config: RunConfig) -> None:

@@ -1,28 +1,37 @@
-"""`--disjoint-prefix-sharing=auto`: one of the policy's words, and why, from what is known before an engine runs.
+"""`--disjoint-prefix-sharing=auto` becomes one of the policy's words here, from what is known before an engine runs.
 
 Safety first and by itself: what else may keep KV, or an SGLang that can't scope, rules modes out whatever they would
-save. Of those left the planner takes the one whose rollouts for one publication are done first. The policy decides on
-the word as if a user had given it, and every engine's own report is checked against it as ever.
+save. So does what would be refused later: a mode that SGLang can't start with, or that an engine's own report would
+contradict at admission, is left out where another mode passes. Of those left the planner takes the one whose rollouts
+for one publication are done first. The policy decides on the word as if a user had given it, and every engine's own
+report is checked against it as ever.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from slime_backend.fleet.kv_holders import unhandled
 from slime_backend.planner.predict import seconds_for
-from slime_backend.planner.recommend import ALIKE, PREFERRED
+from slime_backend.planner.recommend import ALIKE, PREFERRED, Ours
 from slime_backend.planner.speeds import PREFILL_TO_DECODE, Speeds
 from slime_backend.planner.traffic import Traffic
-from slime_backend.planner.work import POLICIES, Mode
 from slime_backend.policy import Layout, PrefixSharing
 
 AUTO = "auto"
 SCOPING_SGLANG = (0, 5, 23)  # the first one that the hook `scope` is active in (docs/compatibility.md)
 FLUSHED = frozenset({"hicache"})  # kv_holders that a flush empties too, where a user has allowed them
+# Settings that SGLang refuses to start with where the radix cache is off, or that turn it on whatever its flag says
+# (arg_groups/kv_cache_hook.py, hicache_hook.py and pd_disaggregation_hook.py of 0.5.23).
+KEEPS_RADIX_CACHE = (
+    "enable_hierarchical_cache",
+    "enable_lmcache",
+    "enable_unified_cache_external_linker",
+    "disaggregation_decode_enable_radix_cache",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +43,21 @@ class StartFacts:
     requests: float  # that one publication is made from, on one engine
     sglang: str | None  # its version; None: unknown
     engine_info: Mapping[str, Any]  # engine settings by SGLang's names, as kv_holders reads them
-    radix_cache_off: bool = False  # by an override
+    disable_radix_cache: bool | None = None  # a user's override; None: the policy's own
     engines_elsewhere: str = ""  # why the settings of some engine are not among these; empty: they are
     assumed: str = ""  # what was put in for what isn't known; for the reason
+
+    @property
+    def radix_cache_off(self) -> bool:
+        return bool(self.disable_radix_cache or self.engine_info.get("disable_radix_cache"))
+
+    @property
+    def why_radix_cache_stays_on(self) -> str:
+        """Why `off` would be refused; empty: it wouldn't be."""
+        if self.disable_radix_cache is False:
+            return "an override keeps the radix cache on"
+        flags = [f"--{name.replace('_', '-')}" for name in KEEPS_RADIX_CACHE if self.engine_info.get(name)]
+        return f"SGLang needs the radix cache for {' and '.join(flags)}" if flags else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,38 +66,55 @@ class Choice:
     why: str  # one line
 
 
+def resolve_sharing(asked: Any, facts: Callable[[], StartFacts]) -> tuple[Any, str]:
+    """(the policy's word, why it was taken); what was asked and no reason, where that isn't `auto`."""
+    if asked != AUTO:
+        return asked, ""
+    choice = choose(facts())
+    return choice.sharing, choice.why
+
+
 def choose(facts: StartFacts) -> Choice:
     if facts.layout == "colocated":
         return Choice("retract", "colocated engines always retract and flush")
     if facts.radix_cache_off:
         return Choice("off", "the radix cache is turned off, so there is nothing to share")
-    safe, why_not = safe_modes(facts)
-    if len(safe) == 1 or facts.traffic is None:
-        mode = next(m for m in PREFERRED if m in safe)
-        return Choice(cast(PrefixSharing, mode), why_not or "nothing is known of the traffic")
+    left, why_not = modes_left(facts)
+    if len(left) == 1 or facts.traffic is None:
+        return Choice(next(m for m in PREFERRED if m in left), why_not or "nothing is known of the traffic")
     # Only the ratio of the speeds matters here: all the modes stand still for the same bytes.
     speeds = Speeds(PREFILL_TO_DECODE, 1.0, 0.0)
-    costs = {mode: seconds_for(mode, facts.traffic, speeds, facts.requests) for mode in safe}
+    costs = {mode: seconds_for(mode, facts.traffic, speeds, facts.requests) for mode in left}
     fastest = min(costs.values())
     mode = next(m for m in PREFERRED if m in costs and (1 - ALIKE) * costs[m] <= fastest)
-    beside = " and ".join(f"{m} to take {costs[m] / costs[mode]:.2f} times as long" for m in costs if m != mode)
+    slower = " and ".join(f"{m} to take {costs[m] / costs[mode]:.2f} times as long" for m in costs if m != mode)
     notes = [facts.assumed, why_not]
-    return Choice(cast(PrefixSharing, mode), "; ".join(filter(None, [f"the planner expects {beside}", *notes])))
+    return Choice(mode, "; ".join(filter(None, [f"the planner expects {slower}", *notes])))
 
 
-def safe_modes(facts: StartFacts) -> tuple[tuple[Mode, ...], str]:
-    """(the policies that may be taken, why others may not). Never empty."""
+def modes_left(facts: StartFacts) -> tuple[tuple[Ours, ...], str]:
+    """(the policies that may be taken, why others may not). Never empty; none is among them that would be refused where
+    another wouldn't be. `retract` is refused by nothing that another mode passes: it holds whatever the radix cache is.
+    """
     holders = {holder.name for holder in unhandled(facts.engine_info)}
-    if holders - FLUSHED:
-        return ("off",), f"engines that may keep KV elsewhere ({', '.join(sorted(holders))}) must share nothing"
-    if holders:
-        return ("off", "retract"), f"{', '.join(sorted(holders))} is emptied by a flush, and not by a sweep"
+    stays_on = facts.why_radix_cache_stays_on
+    left: tuple[Ours, ...] = ("off", "retract", "scoped")
+    why_not = ""
     if facts.engines_elsewhere:
-        return ("off", "retract"), f"scoped is left out: {facts.engines_elsewhere}"
-    if facts.sglang is None or _numbers(facts.sglang) < SCOPING_SGLANG:
+        return ("retract",), f"off and scoped are left out: {facts.engines_elsewhere}"
+    if holders - FLUSHED:
+        left = ("off",)
+        why_not = f"engines that may keep KV elsewhere ({', '.join(sorted(holders))}) must share nothing"
+    elif holders:
+        left, why_not = ("off", "retract"), f"{', '.join(sorted(holders))} is emptied by a flush, and not by a sweep"
+    elif facts.sglang is None or _numbers(facts.sglang) < SCOPING_SGLANG:
         needed = ".".join(map(str, SCOPING_SGLANG))
-        return ("off", "retract"), f"scoped needs SGLang {needed}, there is {facts.sglang or 'no known version'}"
-    return POLICIES, ""
+        left = ("off", "retract")
+        why_not = f"scoped needs SGLang {needed}, there is {facts.sglang or 'no known version'}"
+    if stays_on:
+        left = tuple(mode for mode in left if mode != "off") or ("retract",)
+        why_not = "; ".join(filter(None, [why_not, f"off is left out: {stays_on}"]))
+    return left, why_not
 
 
 def installed_sglang() -> str | None:

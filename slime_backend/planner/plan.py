@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from slime_backend.planner import from_bench, from_ledger
 from slime_backend.planner.compare import CLOSE, Cell, compare
@@ -28,26 +28,44 @@ from slime_backend.planner.work import Mode
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What a user gave; None where he didn't. Units as in Traffic and Speeds."""
+class Flag:
+    """How a field of Given is asked for on the command line; without a name, after the field."""
 
-    run_dir: Path | None = None
-    bench: Path | None = None
-    prompt: float | None = None
-    shared: float | None = None
-    group: float | None = None
-    answer: float | None = None
-    spread: float = 0.6
-    in_flight: float | None = None
-    per_hour: float | None = None
-    chunk: float | None = None
-    one_by_one: bool = False
-    prefill: float | None = None
-    decode: float | None = None
-    standstill: float | None = None
-    model_billions: float | None = None
-    tflops: float = 0.0
-    gb_s: float = 0.0
+    help: str | None = None
+    name: str | None = None
+    metavar: str | None = None
+    positional: bool = False
+
+
+Number = float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user gave, None where he didn't: the one list of the planner's settings. `reef-slime plan` makes its flags
+    of it. Units as in Traffic and Speeds."""
+
+    run_dir: Annotated[
+        Path | None, Flag("a recorded run; flags go before what it says", metavar="[RUN_DIR]", positional=True)
+    ] = None
+    bench: Annotated[Path | None, Flag("speeds and traffic of reef-slime bench modes --write DIR", metavar="FILE")] = (
+        None
+    )
+    prompt: Annotated[Number, Flag("of a prompt", "--prompt-tokens", "N")] = None
+    shared: Annotated[Number, Flag("of it, what all prompts begin with", "--shared-tokens", "N")] = None
+    group: Annotated[Number, Flag("requests of one prompt", "--group-size", "N")] = None
+    answer: Annotated[Number, Flag("mean of an answer", "--answer-tokens", "N")] = None
+    spread: Annotated[float, Flag("its standard deviation over its mean", "--answer-spread")] = 0.6
+    in_flight: Annotated[Number, Flag("requests on one engine", "--in-flight", "N")] = None
+    per_hour: Annotated[Number, Flag(None, "--publications-per-hour", "N")] = None
+    chunk: Annotated[Number, Flag("tokens of a prefill step", "--chunk", "N")] = None
+    one_by_one: Annotated[bool, Flag("a group's requests don't reach the engine at once", "--one-by-one")] = False
+    prefill: Annotated[Number, Flag("tokens per second of one engine", "--prefill-speed")] = None
+    decode: Annotated[Number, Flag("the same, with all in flight", "--decode-speed")] = None
+    standstill: Annotated[Number, Flag("seconds a publication in place takes", "--standstill", "S")] = None
+    model_billions: Annotated[Number, Flag("active parameters, for the speeds")] = None
+    tflops: Annotated[float, Flag("of the engine's GPUs together, for --model-billions")] = 989.0
+    gb_s: Annotated[float, Flag("the same; both default to one H100", "--bandwidth-gb-s")] = 3350.0
 
 
 @dataclass(frozen=True, slots=True)

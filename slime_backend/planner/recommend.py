@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from slime_backend.planner.predict import Prediction, predict, predict_all
 from slime_backend.planner.speeds import Speeds
@@ -14,7 +15,8 @@ from slime_backend.planner.work import POLICIES, Mode
 # Predictions this close are alike. Of those that are, the first of this list is taken: after a retract each token's
 # log-prob is one version's, `off` asks the least of an engine.
 ALIKE = 0.03
-PREFERRED: tuple[Mode, ...] = ("retract", "off", "scoped")
+Ours = Literal["retract", "off", "scoped"]
+PREFERRED: tuple[Ours, ...] = ("retract", "off", "scoped")
 
 PERIODS = tuple(10 ** (i / 20) for i in range(-6, 75))  # seconds: half a second to an hour and a half
 GROUPS = tuple(range(1, 65))

@@ -49,7 +49,7 @@ def start_facts(args: Any) -> StartFacts:
         requests=requests,
         sglang=installed_sglang(),
         engine_info=info,
-        radix_cache_off=bool(info.get("disable_radix_cache")),
+        disable_radix_cache=(_get(args, "sglang_overrides") or {}).get("disable_radix_cache"),
         engines_elsewhere=elsewhere,
         assumed=assumed,
     )

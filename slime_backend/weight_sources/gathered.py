@@ -10,7 +10,7 @@ Each bucket is one short collective operation that rank 0 announces. So nobody i
 in the middle, and followers never hold more than their own pieces.
 
 Memory on rank 0, beside the weights that it has anyway: the bucket that is gathered, and the one that a consumer still
-holds while it asks for the next (scripts/measure_gathering.py).
+holds while it asks for the next (tests/weight_sources/measure_gathering.py).
 """
 
 from __future__ import annotations

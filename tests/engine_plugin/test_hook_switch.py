@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from slime_backend.engine_plugin import hook_switch
+from slime_backend.engine_process import DEFAULT_HOOKS, RUN_HOOKS
+from slime_backend.policy import decide
 
 
 def hooked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -51,6 +53,16 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     monkeypatch.setitem(sys.modules, "made_one", one)
     monkeypatch.setitem(sys.modules, "made_two", two)
     return one, two
+
+
+def test_no_run_asks_for_it() -> None:
+    needed = {hook for sharing in ("off", "retract", "scoped", "unsafe") for hook in _needed(sharing)}
+    assert needed >= {"kv_evidence", "scope"}
+    assert hook_switch.HOOK not in {*DEFAULT_HOOKS, *RUN_HOOKS, *needed}
+
+
+def _needed(sharing: Any) -> tuple[str, ...]:
+    return decide("disjoint", sharing).needed_hooks
 
 
 def test_out_and_in_again_wherever_it_was_imported(modules: Any) -> None:

@@ -27,12 +27,12 @@ from .test_loop_staleness import fake_fleet
 
 STARTING = """
 import pathlib, sys, time
-from slime_backend.config import RunConfig
+from slime_backend.config import AuditConfig
 from slime_backend.local_trainer.audit_beside import AuditBeside
 from slime_backend.ledger.writer import Ledger
 run_dir = pathlib.Path(sys.argv[1])
 ledger = Ledger(run_dir)
-beside = AuditBeside(RunConfig(), run_dir)
+beside = AuditBeside(AuditConfig(), run_dir)
 beside.start()
 print("started", flush=True)
 time.sleep(600)
@@ -89,7 +89,7 @@ def test_news_are_told_once(config, tmp_path):
     from slime_backend.audit import follow as audit_follow
     from slime_backend.audit.audit import AuditResult, Violation
 
-    beside = AuditBeside(config, tmp_path)
+    beside = AuditBeside(config.audit, tmp_path)
     assert list(beside.news()) == []
     found = [Violation(f"r{i}", "engine0", "v1", "log-prob", 0.1, 0, "differs", "wrong label") for i in range(3)]
     told = []
@@ -121,7 +121,7 @@ def test_it_does_not_outlive_its_trainer(tmp_path):
 
 
 def test_it_is_stopped_with_a_run_that_fails(config, tmp_path):
-    beside = AuditBeside(config, tmp_path)
+    beside = AuditBeside(config.audit, tmp_path)
     with Ledger(tmp_path):
         beside.start()
         wait_until(lambda: below_with("--follow"), "the audit runs")

@@ -23,6 +23,14 @@ def config(**keys):
     return make_config({"device": "cuda", **keys}, "test")
 
 
+def placed(settings, visible=None):
+    return place(settings.engines, settings.trainer, visible=visible)
+
+
+def made(settings, model, logs):
+    return make_engines(settings.engines, settings.policy, model, "v0", logs)
+
+
 def gpus(count):
     return lambda: [str(i) for i in range(count)]
 
@@ -50,7 +58,7 @@ def gpus(count):
     ],
 )
 def test_every_engine_and_the_trainer_have_gpus_of_their_own(keys, count, engines, trainer):
-    found = place(config(**keys), trains=True, visible=gpus(count))
+    found = placed(config(**keys), gpus(count))
     assert (found.engines, found.trainer) == (engines, trainer)
 
 
@@ -71,12 +79,12 @@ def test_every_engine_and_the_trainer_have_gpus_of_their_own(keys, count, engine
 )
 def test_too_few_gpus_are_one_line(keys, count, said):
     with pytest.raises(RunError, match=r"^[^\n]*$") as error:
-        place(config(**keys), trains=True, visible=gpus(count))
+        placed(config(**keys), gpus(count))
     assert said in str(error.value)
 
 
 def test_without_a_trainer_no_gpu_is_kept_for_it():
-    assert place(config(), trains=False, visible=gpus(2)).engines == (("0",), ("1",))
+    assert place(config().engines, None, visible=gpus(2)).engines == (("0",), ("1",))
 
 
 def test_gpus_bear_the_names_that_the_process_was_given():
@@ -88,12 +96,12 @@ def test_gpus_bear_the_names_that_the_process_was_given():
 
 def test_a_cpu_run_counts_no_gpus(monkeypatch):
     monkeypatch.setattr(devices, "visible_gpus", lambda: pytest.fail("GPUs were counted"))
-    assert place(config(device="cpu"), trains=True).trainer == "cpu"
+    assert placed(config(device="cpu")).trainer == "cpu"
 
 
 def test_engines_on_gpus_are_started_apart_and_without_what_is_for_cpus(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "visible_gpus", gpus(4))
-    engines = make_engines(config(engine_flags=["--tp-size", "2"]), tmp_path, "v0", tmp_path)
+    engines = made(config(engine_flags=["--tp-size", "2"]), tmp_path, tmp_path)
     assert [e.settings.variables()["CUDA_VISIBLE_DEVICES"] for e in engines] == ["0,1", "2,3"]
     for engine in engines:
         command, variables = engine.settings.command(1, 2), engine.settings.variables()
@@ -105,7 +113,7 @@ def test_engines_on_gpus_are_started_apart_and_without_what_is_for_cpus(monkeypa
 
 
 def test_engines_on_the_cpu_are_started_as_ever(tmp_path):
-    (engine, _) = make_engines(config(device="cpu", engine_threads=3), tmp_path, "v0", tmp_path)
+    (engine, _) = made(config(device="cpu", engine_threads=3), tmp_path, tmp_path)
     command, variables = engine.settings.command(1, 2), engine.settings.variables()
     assert not [flag for flag in CPU_ONLY_FLAGS if flag not in command]
     assert (variables["TORCHDYNAMO_DISABLE"], variables["OMP_NUM_THREADS"]) == ("1", "3")
@@ -122,7 +130,7 @@ def test_log_probs_are_the_samplers_whatever_the_shell_says(monkeypatch, tmp_pat
     monkeypatch.setattr(
         "slime_backend.engine_process.guard.start_guarded", lambda command, environment, log: given.append(environment)
     )
-    (engine, _) = make_engines(config(device="cpu"), _model(tmp_path), "v0", tmp_path)
+    (engine, _) = made(config(device="cpu"), _model(tmp_path), tmp_path)
     engine.start()
     assert given[0][ORIGINAL_LOGPROB] == "false"
     asked = EngineSettings(model="m", environment={ORIGINAL_LOGPROB: "1"})

@@ -14,12 +14,17 @@ from typing import Any
 
 import pytest
 
-from slime_backend.config import RunConfig
+from slime_backend.config import EnginesConfig, RunConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.ledger.files import list_segments, read_rollouts
 from slime_backend.local_trainer import loop
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
 from slime_backend.run_files.jsonl import read_jsonl
+=======
+from slime_backend.policy import Policy
+from slime_backend.provenance.jsonl import read_jsonl
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
 from slime_backend.simulation.fake_engine import FakeEngine
 
 STEPS, GROUPS, SAMPLES = 4, 3, 2
@@ -27,10 +32,10 @@ STEPS, GROUPS, SAMPLES = 4, 3, 2
 
 @asynccontextmanager
 async def fake_fleet(
-    config: RunConfig, model: Path, version: str, log_dir: Path, say: Callable[[str], None]
+    config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path, say: Callable[[str], None]
 ) -> AsyncIterator[Fleet]:
     async with FakeEngine(version=version, token_s=0.004) as engine, EngineClient(engine.url, name="engine0") as client:
-        fleet = Fleet(config.policy, version)
+        fleet = Fleet(policy, version)
         await admit(fleet, client)
         yield fleet
 

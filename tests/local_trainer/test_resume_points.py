@@ -198,6 +198,10 @@ def test_a_run_that_is_under_way_is_not_run_a_second_time(tmp_path, tiny_directo
     assert run(config, resume=False)[0]["completed"]  # the lock ended with its holder
 
 
+def changed(config, **keys):
+    return RunConfig(**{**config.to_record(), **keys})
+
+
 def finished_run(tmp_path, tiny_directory, monkeypatch):
     monkeypatch.setattr(loop, "running_fleet", fake_fleet)
     config = config_of(tmp_path, tiny_directory, tracker="none")
@@ -217,13 +221,19 @@ def test_a_run_does_not_go_on_with_another_model(tmp_path, tiny_directory, monke
     config, weights = finished_run(tmp_path, tiny_directory, monkeypatch)
     other = make_tiny_model(tmp_path / "other", hybrid=True, seed=0)
     with pytest.raises(RunError, match=r"can't go on with this model: .*config\.json has"):
-        run(config.model_copy(update={"model": str(other), "steps": STEPS + 1}), resume=True)
+        run(changed(config, model=str(other), steps=STEPS + 1), resume=True)
     assert {p: p.read_bytes() for p in config.run_dir.rglob("*.safetensors")} == weights
 
 
 def test_the_summary_of_a_resumed_run_has_each_policy(tmp_path, tiny_directory, monkeypatch):
     config, _ = finished_run(tmp_path, tiny_directory, monkeypatch)
+<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
     changed = config.model_copy(update={"disjoint_prefix_sharing": "scoped", "steps": STEPS + 1})
     summary, _ = run(changed, resume=True)
     assert summary["policy"] == f"{config.policy}; then {changed.policy}"
     assert summary["policies"] == [asdict(config.policy), asdict(changed.policy)]
+=======
+    other = changed(config, disjoint_prefix_sharing="scoped", steps=STEPS + 1)
+    summary, _ = run(other, resume=True)
+    assert summary["policy"] == f"{config.policy}; then {other.policy}"
+>>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0

@@ -66,7 +66,7 @@ def run_loop(tmp_path):
         if behind is not None:
             audit_follow.save(tmp_path, AuditResult(waiting=behind, finished=False))
         self = SimpleNamespace(
-            config=SimpleNamespace(keep_versions=keep),
+            config=SimpleNamespace(publication=SimpleNamespace(keep_versions=keep)),
             beside=None if behind is None else object(),
             run_dir=tmp_path,
             worker=SimpleNamespace(versions_in_flight=lambda: set(in_flight)),
@@ -79,7 +79,7 @@ def run_loop(tmp_path):
 
 
 def test_all_are_kept_by_default(run_loop):
-    assert make_config({}, "test").keep_versions is None
+    assert make_config({}, "test").publication.keep_versions is None
     assert len(run_loop(None)) == 10
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_backend.config import RunConfig
+from slime_backend.config import TaskConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.local_trainer.rollouts import RolloutWorker
@@ -46,7 +46,7 @@ def test_a_hint_goes_to_engines_that_keep_windows(hooks: tuple[str, ...], hinted
         fleet = Fleet(decide("disjoint", "retract"), "v0")
         task, tokenizer = make_task("character_kinds"), byte_tokenizer()
         async with FakeEngine(hooks=hooks) as engine, EngineClient(engine.url) as client:
-            worker = RolloutWorker(fleet, RunConfig(), task, tokenizer, tmp_path)
+            worker = RolloutWorker(fleet, TaskConfig(), 0, task, tokenizer, tmp_path)
             assert worker._anchors() == {}  # nobody has joined yet
             await admit(fleet, client)
             return worker._anchors(), shared_prompt_length(tokenizer, task)

@@ -9,16 +9,21 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.cli import app as cli
-from slime_backend.config import ConfigError, make_config
+from slime_backend.config import ConfigError, RunConfig, make_config
+from slime_backend.fleet import EngineUnfit
 from slime_backend.fleet.kv_holders import REFUSED, unhandled
-from slime_backend.local_trainer.auto_sharing import resolve
+from slime_backend.fleet.membership import check_fit
+from slime_backend.local_trainer.expected_traffic import expected_traffic
 from slime_backend.planner import at_start
-from slime_backend.planner.at_start import StartFacts, choose, info_of_flags, safe_modes
+from slime_backend.planner.at_start import StartFacts, choose, info_of_flags, modes_left
 from slime_backend.planner.traffic import Traffic
-from slime_backend.policy import PolicyError, decide
+from slime_backend.policy import decide
+from slime_backend.simulation.fake_scheduler import FakeRank
+from slime_backend.wire import SchedulerReport
 
 TRAFFIC = Traffic(prompt=1000, shared=0, group=8, answers=(200.0,), in_flight=64, period_s=1, chunk=2048)
 FACTS = StartFacts("disjoint", TRAFFIC, requests=64, sglang="0.5.23", engine_info={})
@@ -60,10 +65,12 @@ def test_much_in_flight_and_much_to_share_is_scoped():
         ({"traffic": replace(TRAFFIC, group=1)}, "off", "the planner expects"),
         ({"traffic": None}, "retract", "nothing is known of the traffic"),
         ({"layout": "colocated"}, "retract", "colocated engines always retract and flush"),
-        ({"radix_cache_off": True}, "off", "the radix cache is turned off"),
+        ({"disable_radix_cache": True}, "off", "the radix cache is turned off"),
+        ({"engine_info": {"disable_radix_cache": True}}, "off", "the radix cache is turned off"),
+        ({"traffic": replace(TRAFFIC, group=1), "disable_radix_cache": False}, "scoped", "off is left out: an over"),
         ({"sglang": "0.5.15.post1"}, "retract", "scoped needs SGLang 0.5.23, there is 0.5.15.post1"),
         ({"sglang": None}, "retract", "no known version"),
-        ({"engines_elsewhere": "engines are elsewhere"}, "retract", "scoped is left out: engines are elsewhere"),
+        ({"engines_elsewhere": "engines are elsewhere"}, "retract", "off and scoped are left out: engines are else"),
         ({"assumed": "assumed: 7 in flight"}, "scoped", "assumed: 7 in flight"),
     ],
 )
@@ -82,8 +89,8 @@ def test_every_holder_is_known_here():
 @pytest.mark.parametrize("name", PRESENT)
 def test_where_kv_may_be_kept_elsewhere_nothing_is_scoped(name):
     choice = choose(replace(FACTS, engine_info=PRESENT[name]))
-    assert choice.sharing == ("off" if name != "hicache" else choice.sharing)
-    assert choice.sharing != "scoped"
+    # SGLang starts with no HiCache where the radix cache is off.
+    assert choice.sharing == ("retract" if name in ("hicache", "hicache_storage") else "off")
     assert name in choice.why
 
 
@@ -93,12 +100,12 @@ def test_where_kv_may_be_kept_elsewhere_nothing_is_scoped(name):
     st.floats(1, 1e5),
     st.sampled_from(["0.5.15.post1", "0.5.23", "0.6.0rc1", "1.0", None, "main"]),
     st.sets(st.sampled_from(sorted(PRESENT))),
-    st.booleans(),
+    st.sampled_from([None, True, False]),
     st.booleans(),
 )
-def test_it_is_never_a_policy_that_is_unsafe(layout, traffic, requests, sglang, holders, radix_off, elsewhere):
+def test_it_is_never_a_policy_that_is_unsafe(layout, traffic, requests, sglang, holders, override, elsewhere):
     info = {key: value for name in holders for key, value in PRESENT[name].items()}
-    facts = StartFacts(layout, traffic, requests, sglang, info, radix_off, "elsewhere" if elsewhere else "")
+    facts = StartFacts(layout, traffic, requests, sglang, info, override, "elsewhere" if elsewhere else "")
     choice = choose(facts)
     policy = decide(layout, choice.sharing)
     assert policy.safe
@@ -108,7 +115,73 @@ def test_it_is_never_a_policy_that_is_unsafe(layout, traffic, requests, sglang, 
         assert not holders
         assert not elsewhere
         assert sglang in ("0.5.23", "0.6.0rc1", "1.0")
-    assert "off" in safe_modes(facts)[0]
+    assert ("off" in modes_left(facts)[0]) == (not elsewhere and not facts.why_radix_cache_stays_on)
+
+
+# Settings that decide whether an engine has a radix cache: (of the engine, a user's override, whether engines are
+# started elsewhere).
+RADIX = {
+    "nothing said": ({}, None, False),
+    "HiCache": ({"enable_hierarchical_cache": True}, None, False),
+    "HiCache with a storage": ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, None, False),
+    "LMCache": ({"enable_lmcache": True}, None, False),
+    "an external linker": ({"enable_unified_cache_external_linker": True}, None, False),
+    "a decode engine with a cache": (
+        {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True},
+        None,
+        False,
+    ),
+    "an override that keeps it": ({}, False, False),
+    "an override that drops it": ({}, True, False),
+    "engines that run already": ({}, None, True),
+    "a flag that drops it": ({"disable_radix_cache": True}, None, False),
+}
+
+
+def refused(sharing, info, override, elsewhere) -> str:
+    """Why an engine of these settings can't be started under this policy, or is turned away at admission by what it
+    reports then; with all its KV holders allowed. Two rules of SGLang 0.5.23, and our own admission."""
+    policy = decide("disjoint", sharing)
+    asked_off = not elsewhere and override is not False and (not policy.radix_cache or bool(override))
+    off = bool(asked_off or info.get("disable_radix_cache"))
+    if info.get("disaggregation_decode_enable_radix_cache"):
+        off = False
+    caches = ("enable_hierarchical_cache", "enable_lmcache", "enable_unified_cache_external_linker")
+    if off and any(info.get(cache) for cache in caches):
+        return "SGLang doesn't start"
+    holders = {holder.name for holder in REFUSED}
+    scoping = "active" if not {h.name for h in unhandled(info)} else "a KV holder keeps it from scoping"
+    plain = SchedulerReport.from_json(FakeRank(True, True, instance_id="one").report({}))
+    report = replace(plain, hooks={"kv_evidence": "active", "kv_spans": "active", "scope": scoping})
+    try:
+        check_fit("e0", {**info, "disable_radix_cache": off}, [report], policy, frozenset(holders))
+    except EngineUnfit as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("group", [1, 8], ids=["nothing shared", "much shared"])
+@pytest.mark.parametrize("case", RADIX)
+def test_what_is_taken_is_refused_only_where_everything_is(case, group):
+    info, override, elsewhere = RADIX[case]
+    facts = replace(
+        FACTS,
+        traffic=replace(TRAFFIC, group=group),
+        engine_info=info,
+        disable_radix_cache=override,
+        engines_elsewhere="they run" if elsewhere else "",
+    )
+    others = {sharing: refused(sharing, info, override, elsewhere) for sharing in ("off", "retract", "scoped")}
+    taken = choose(facts).sharing
+    assert not others[taken], others
+    assert not all(others.values())
+
+
+def test_some_mode_is_refused_in_each_of_these_cases():
+    """The control of the test above: `off`, which is the fastest where nothing is shared, is refused there."""
+    passing = {case for case, settings in RADIX.items() if not refused("off", *settings)}
+    assert passing == {"nothing said", "an override that drops it", "a flag that drops it"}
+    assert "left out" not in choose(replace(FACTS, traffic=replace(TRAFFIC, group=1))).why
 
 
 def test_flags_of_a_server_are_read_as_its_settings():
@@ -126,43 +199,59 @@ def test_flags_of_a_server_are_read_as_its_settings():
 
 @pytest.fixture
 def _sglang(monkeypatch):
-    monkeypatch.setattr("slime_backend.local_trainer.auto_sharing.installed_sglang", lambda: "0.5.23")
+    monkeypatch.setattr("slime_backend.config.reading.installed_sglang", lambda: "0.5.23")
 
 
 @pytest.mark.usefixtures("_sglang")
-def test_a_config_is_resolved_before_a_policy_is_decided():
-    config = make_config({"disjoint_prefix_sharing": "auto"}, "test")
-    with pytest.raises(PolicyError, match="'auto' is unknown"):
-        _ = config.policy
-    resolved, choice = resolve(config, trains=True)
-    assert choice is not None
-    assert resolved.policy == decide("disjoint", choice.sharing)
-    assert resolved.disjoint_prefix_sharing == choice.sharing == "scoped"  # 144 in flight with one system prompt
-    unknown, choice = resolve(config, trains=False)
-    assert unknown.disjoint_prefix_sharing == "retract"
-    assert choice is not None
-    assert "nothing is known" in choice.why
+def test_a_config_is_made_with_a_word_of_the_policy():
+    said: list[str] = []
+    known = make_config({"disjoint_prefix_sharing": "auto"}, "test", traffic=expected_traffic, say=said.append)
+    assert known.publication.disjoint_prefix_sharing == "scoped"  # 144 in flight with one system prompt
+    assert known.policy == decide("disjoint", "scoped")
+    unknown = make_config({"disjoint_prefix_sharing": "auto"}, "test", say=said.append)
+    assert unknown.publication.disjoint_prefix_sharing == "retract"
+    assert [line.partition(":")[0] for line in said] == [
+        "disjoint_prefix_sharing=auto takes scoped",
+        "disjoint_prefix_sharing=auto takes retract",
+    ]
+    assert "nothing is known" in said[1]
+
+
+def test_no_configuration_is_made_that_still_says_auto():
+    with pytest.raises(ValidationError, match="disjoint_prefix_sharing"):
+        RunConfig(disjoint_prefix_sharing="auto")
 
 
 def test_a_word_of_the_policy_is_left_alone():
-    config = make_config({"disjoint_prefix_sharing": "off"}, "test")
-    assert resolve(config, trains=True) == (config, None)
+    said: list[str] = []
+    config = make_config({"disjoint_prefix_sharing": "off"}, "test", traffic=expected_traffic, say=said.append)
+    assert (config.publication.disjoint_prefix_sharing, said) == ("off", [])
 
 
 @pytest.mark.usefixtures("_sglang")
-def test_the_flags_of_the_engines_count():
-    config = make_config({"disjoint_prefix_sharing": "auto", "engine_flags": ["--enable-lora"]}, "test")
-    resolved, choice = resolve(config, trains=True)
-    assert resolved.disjoint_prefix_sharing == "off"
-    assert choice is not None
-    assert "lora" in choice.why
+@pytest.mark.parametrize(
+    ("keys", "sharing", "why"),
+    [
+        ({"engine_flags": ["--enable-lora"]}, "off", "lora"),
+        ({"engine_flags": ["--disable-radix-cache"]}, "off", "nothing to share"),
+        ({"engine_flags": ["--enable-hierarchical-cache"]}, "retract", "for --enable-hierarchical-cache"),
+        # What can't be started is refused before it is; off would contradict the user's own override.
+        ({"engine_flags": ["--enable-lora"], "disable_radix_cache": False}, "retract", "an override keeps"),
+        ({"disable_radix_cache": True}, "off", "nothing to share"),
+    ],
+)
+def test_the_settings_of_the_engines_count(keys, sharing, why):
+    said: list[str] = []
+    config = make_config({"disjoint_prefix_sharing": "auto", **keys}, "test", traffic=expected_traffic, say=said.append)
+    assert config.publication.disjoint_prefix_sharing == sharing
+    assert why in said[0]
 
 
-@pytest.mark.usefixtures("_sglang")
-def test_a_setting_that_contradicts_the_choice_is_refused():
-    data = {"disjoint_prefix_sharing": "auto", "engine_flags": ["--enable-lora"], "disable_radix_cache": False}
-    with pytest.raises(ConfigError, match=r"resolved to off: .*turns the radix cache on"):
-        resolve(make_config(data, "test"), trains=True)
+def test_what_else_is_wrong_is_said_before_anything_is_chosen():
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=r"^test: steps=0: "):
+        make_config({"disjoint_prefix_sharing": "auto", "steps": 0}, "test", say=said.append)
+    assert said == []
 
 
 @pytest.mark.usefixtures("_sglang")
@@ -205,8 +294,12 @@ def slime_args(monkeypatch, sglang="0.5.23", **changes) -> SimpleNamespace:
         ({"rollout_max_prompt_len": None}, "off", "prompts of 512 tokens"),
         # Nothing is in flight when slime's own loop publishes, so there is nothing to keep.
         ({"rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout"}, "retract", "0 in flight"),
-        ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "off", "--rollout-external-engine-addrs"),
-        ({"sglang_config": "groups.yaml"}, "off", "--sglang-config"),
+        # Admission turns an engine away whose radix cache is on under off; retract holds either way.
+        ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "retract", "--rollout-external-engine-addrs"),
+        ({"sglang_config": "groups.yaml"}, "retract", "--sglang-config"),
+        ({"sglang_enable_hierarchical_cache": True}, "retract", "--enable-hierarchical-cache"),
+        ({"sglang_overrides": {"disable_radix_cache": False}, "rollout_max_prompt_len": None}, "scoped", "override"),
+        ({"sglang_overrides": {"disable_radix_cache": True}}, "off", "nothing to share"),
         ({"sglang_enable_lora": True}, "off", "lora"),
         ({"sglang_disable_radix_cache": True}, "off", "nothing to share"),
         ({"rollout_max_response_len": None}, "retract", "nothing is known of the traffic"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from slime_backend.cli import app as cli
@@ -22,6 +24,17 @@ from slime_backend.wire import KvSegment, Prefill, Span
 
 TRAFFIC = ["--prompt-tokens", "4000", "--answer-tokens", "500", "--in-flight", "64", "--publications-per-hour", "60"]
 SPEEDS = ["--prefill-speed", "20000", "--decode-speed", "5000", "--standstill", "2"]
+
+
+def test_every_setting_of_a_plan_is_a_flag_of_the_command():
+    """The flags are made of Given, in its order; what it lacks is how the plan is shown."""
+    command = typer.main.get_command(cli.app).commands["plan"]
+    fields = [field.name for field in dataclasses.fields(Given)]
+    assert [param.name for param in command.params if param.name != "help"] == [*fields, "page", "as_json"]
+    defaults = {param.name: param.default for param in command.params}
+    assert all(defaults[field.name] == field.default for field in dataclasses.fields(Given))
+    flags = {param.name: param.opts for param in command.params}
+    assert (flags["prompt"], flags["gb_s"], flags["bench"]) == (["--prompt-tokens"], ["--bandwidth-gb-s"], ["--bench"])
 
 
 def plan(*args: str, code: int = 0) -> str:

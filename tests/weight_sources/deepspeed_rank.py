@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime_backend.bench.gathering import measure
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import decide
@@ -18,6 +17,7 @@ from slime_backend.transports import DiskTransport
 from slime_backend.transports.distributed import DistributedTransport
 from slime_backend.weight_sources.deepspeed_zero import DeepSpeedZeroSource
 from tests.helpers import DEADLINES, body, prompt
+from tests.weight_sources.gathering import measure
 
 
 def make_engine(checkpoint: str, stage: int, dtype: str = "float32") -> Any:

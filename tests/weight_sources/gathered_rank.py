@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from slime_backend.bench.allocations import Allocations
 from slime_backend.weight_sources.buckets import in_buckets
 from slime_backend.weight_sources.gathered import GatheredSource, Part
+from tests.weight_sources.allocations import Allocations
 
 ROWS, COLUMNS, TENSORS = 64, 1024, 12
 TENSOR_BYTES = 2 * ROWS * COLUMNS * 4

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from slime_backend.bench.gathering import HOWS
 from slime_backend.simulation.models import load_model, make_tiny_model
 from tests.needs import needs_deepspeed
+from tests.weight_sources.gathering import HOWS
 from tests.weight_sources.ranks import run_cases
 
 pytestmark = needs_deepspeed

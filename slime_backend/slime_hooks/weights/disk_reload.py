@@ -33,9 +33,8 @@ class DiskReload:
         if self._pull is not None:
             await asyncio.gather(*(self._bring(client.name, self._pull) for client in clients))
         directory = Path(self._directory)
-        if directory.is_dir() and any(
-            directory.iterdir()
-        ):  # without the file system it may be an empty mount point here
+        # Without the file system it may be an empty mount point here.
+        if directory.is_dir() and any(directory.iterdir()):
             served = ServedModels()
             found = await asyncio.to_thread(read_checkpoint, directory)
             await served.check(found, (await served.infos(clients)).values())

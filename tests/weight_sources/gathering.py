@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from slime_backend.bench.allocations import Allocations
 from slime_backend.weight_sources.buckets import in_buckets, in_groups
 from slime_backend.weight_sources.deepspeed_zero import DeepSpeedZeroSource
+from tests.weight_sources.allocations import Allocations
 
 How = Literal["transport", "save", "everything", "deepspeed"]
 HOWS: tuple[How, ...] = get_args(How)

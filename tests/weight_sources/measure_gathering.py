@@ -1,8 +1,10 @@
-"""Measure the memory of publishing from ZeRO-3: `python scripts/measure_gathering.py [BUCKET_MIB] [HIDDEN]`.
+"""Measures the memory of publishing from ZeRO-3, and prints it: nothing is kept.
+
+    python -m tests.weight_sources.measure_gathering [BUCKET_MIB] [HIDDEN]
 
 Makes a model (hidden size 1024, some 200 MiB), partitions it over two processes, and publishes it in buckets of 16 MiB
-in each of the ways of slime_backend/bench/gathering.py, each in fresh processes. Prints the peak above what was there
-before on both ranks, in MiB and in buckets. Needs DeepSpeed; nothing is kept.
+in each of the ways of gathering.py, each in fresh processes. The figures are the peaks above what was there before, on
+both ranks, in MiB and in buckets. Needs DeepSpeed.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from slime_backend.bench.gathering import HOWS, How, measure
 from slime_backend.local_trainer.deepspeed_step import make_deepspeed_engine
 from slime_backend.local_trainer.grpo import GrpoConfig
 from slime_backend.simulation.models import load_model, make_tiny_model
+from tests.weight_sources.gathering import HOWS, How, measure
 
 RANKS = 2
 

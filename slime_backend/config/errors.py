@@ -1,0 +1,9 @@
+"""What a configuration that can't be used raises."""
+
+from __future__ import annotations
+
+from slime_backend.errors import UsageError
+
+
+class ConfigError(UsageError, ValueError):
+    """The configuration can't be used; one line says which key, what was seen and what is possible."""

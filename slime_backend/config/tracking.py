@@ -1,0 +1,20 @@
+"""Where metrics go."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from slime_backend.config.section import Section
+
+
+class TrackingConfig(Section):
+    """The tracker, and what W&B is asked for."""
+
+    kind: Literal["wandb", "tensorboard", "none"] = Field("wandb", alias="tracker", description="where metrics go")
+    mode: Literal["offline", "online", "disabled"] = Field("offline", alias="wandb")
+    project: str = Field("reef-slime", alias="wandb_project")
+    artifacts: bool = Field(
+        False, alias="wandb_artifacts", description="at the end, weight versions and rollouts as W&B artifacts"
+    )

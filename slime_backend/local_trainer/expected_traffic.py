@@ -1,0 +1,33 @@
+"""The traffic that a run of the local trainer will put on one engine, known from its configuration alone."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+
+from slime_backend.config import EnginesConfig, ModelConfig, TaskConfig
+from slime_backend.local_trainer.task import make_task
+from slime_backend.planner.traffic import Traffic
+
+QUESTIONS = 24  # of the task, that stand for all
+CHARACTERS_PER_TOKEN = 4  # of English text; the tiny models have a token for each byte
+
+
+def expected_traffic(settings: TaskConfig, engines: EnginesConfig, model: ModelConfig) -> Traffic:
+    """Prompts and answers are the task's own; how often weights are published isn't known, and one second stands for
+    it."""
+    task = make_task(settings.name)
+    questions = list(itertools.islice(task.questions(random.Random(model.seed)), QUESTIONS))
+    characters = 1 if model.name.startswith("tiny") else CHARACTERS_PER_TOKEN
+    shared = len(task.system_prompt) / characters
+    per_engine = settings.samples_per_group / engines.count  # the dispatcher spreads a group over the engines
+    return Traffic(
+        prompt=shared + statistics.fmean(len(q.text) for q in questions) / characters,
+        shared=shared,
+        group=max(1.0, per_engine),
+        answers=tuple(float(q.max_tokens) for q in questions),
+        in_flight=(settings.groups_per_step + settings.groups_ahead) * per_engine,
+        period_s=1.0,
+        chunk=engines.chunked_prefill_size,
+    )
