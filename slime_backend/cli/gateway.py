@@ -21,11 +21,8 @@ from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet
 from slime_backend.ledger.files import read_rollouts
 from slime_backend.ledger.writer import Ledger
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
-from slime_backend.run_files import RunDir
-=======
 from slime_backend.policy import Policy
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
+from slime_backend.run_files import RunDir
 
 
 def serve(settings: RunConfig, where: str, as_json: bool) -> None:

@@ -55,7 +55,7 @@ class AnswerStream:
             raise refused(self._engine, CALL, code, str(fault))
         if not _is_answer(answer):
             raise EngineProtocolError(self._engine, CALL, f"no output_ids or meta_info in {one_line(str(answer))}")
-        return answer  # type: ignore[no-any-return]
+        return answer
 
 
 class _EventReader:

@@ -20,13 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slime_backend.audit.audit import AuditResult, Violation
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
 from slime_backend.audit.follow import load
-from slime_backend.config import RunConfig
-=======
-from slime_backend.audit.follow import FILE, load
 from slime_backend.config import AuditConfig
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
 from slime_backend.engine_process import guard as engine_guard
 from slime_backend.run_files import RunDir
 

@@ -15,11 +15,8 @@ from slime_backend.engine_process import EngineSettings, EngineStartError, Local
 from slime_backend.fleet import Fleet, admit
 from slime_backend.fleet.liveness import look
 from slime_backend.local_trainer.devices import place
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
-from slime_backend.run_files import RunDir
-=======
 from slime_backend.policy import Policy
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
+from slime_backend.run_files import RunDir
 
 WATCH_S = 2.0  # between two looks at the engines of `reef-slime up`
 

@@ -34,11 +34,6 @@ from slime_backend.local_trainer.checkpoint import (
     version_name,
 )
 from slime_backend.local_trainer.devices import place
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
-from slime_backend.local_trainer.grpo import GrpoConfig
-=======
-from slime_backend.local_trainer.grpo import StepMetrics
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
 from slime_backend.local_trainer.resumption import log_again, log_step, make_good
@@ -85,13 +80,8 @@ def base_model(config: ModelConfig) -> Path:
         return models.make_smollm2(made / "smollm2-135m-instruct")
     directory = Path(config.name)
     if not (directory / "config.json").is_file():
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
         raise RunMisused(
-            f"model={config.model!r} is neither tiny, tiny_hybrid, smollm2 nor a directory with a config.json"
-=======
-        raise RunError(
             f"model={config.name!r} is neither tiny, tiny_hybrid, smollm2 nor a directory with a config.json"
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
         )
     return directory
 
@@ -111,16 +101,11 @@ async def train(config: RunConfig, run_dir: Path, *, resume: bool, reporter: Rep
 
     Raises RunError and the typed errors of engines, fleet and publication.
     """
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
     # What can be refused is, before anything is written.
-    place(config, trains=True)
-    check_trainer(config)
-    base = base_model(config)
+    place(config.engines, config.trainer)
+    check_trainer(config.trainer)
+    base = base_model(config.model)
     new = not run_dir.exists()
-=======
-    place(config.engines, config.trainer)  # raises before anything is written
-    run_dir.mkdir(parents=True, exist_ok=True)
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
     lock = lock_run(run_dir)
     if lock is None:
         raise RunError(
@@ -140,31 +125,13 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
     started, files = time.monotonic(), RunDir(run_dir)
     state = load_trainer_state(run_dir) if resume else None  # a run that was ended before step 1 starts over
     first_step = state["step"] if state else 0
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
     if resume:
         check_resumable(run_dir, state, base)
         forget_unpublished(files.all_weights, first_step)
-        make_good(run_dir, first_step, config.policy, config.transport, reporter.say)
-    torch.set_num_threads(config.trainer_threads)
-    torch.manual_seed(config.seed + first_step)
-    version = version_name(first_step)
-    grpo = GrpoConfig(
-        learning_rate=config.learning_rate,
-        ratio_bound=config.ratio_bound,
-        ratio_low=config.ratio_low,
-        ratio_high=config.ratio_high,
-    )
-    trainer = make_trainer(config, grpo, files.weights(version) if state else base, base, run_dir, state)
-=======
-    base = base_model(config.model)
-    if resume:
-        check_resumable(run_dir, state, base)
-        forget_unpublished(run_dir / "weights", first_step)
-        make_good(run_dir, first_step, str(config.policy), config.publication.transport, reporter.say)
+        make_good(run_dir, first_step, config.policy, config.publication.transport, reporter.say)
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.model.seed + first_step)
     version = version_name(first_step)
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
     tracker = make_tracker(
         config.tracking.kind,
         run_dir,
@@ -176,12 +143,9 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
     )
     if resume:
         log_again(run_dir, tracker)
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
-=======
-    weights = run_dir / "weights" / version if state else base
+    weights = files.weights(version) if state else base
     device = place(config.engines, config.trainer).trainer
     trainer = make_trainer(config.trainer, config.model.seed, device, weights, base, run_dir, state)
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
     reporter.say(f"policy: {config.policy}")
     memory = PeakMemory()
     outcome: dict[str, Any] = {"completed": False}
@@ -189,14 +153,9 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
     beside = AuditBeside(config.audit, run_dir) if config.audit.beside and config.audit.rollouts else None
     try:
         with memory, closing(trainer):
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
-            await asyncio.to_thread(trainer.source.save, files.weights(version))
-            async with running_fleet(config, files.weights(version), version, run_dir, reporter.say) as fleet:
-=======
-            await asyncio.to_thread(trainer.source.save, run_dir / "weights" / version)
-            served = run_dir / "weights" / version
+            served = files.weights(version)
+            await asyncio.to_thread(trainer.source.save, served)
             async with running_fleet(config.engines, config.policy, served, version, run_dir, reporter.say) as fleet:
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
                 outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
                 run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, beside, version)
                 if beside is not None:
@@ -218,16 +177,10 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
             "audit": audit.summary() if audit else None,
             "wall_s": round(time.monotonic() - started, 1),
             "peak_rss_gib": round(memory.peak_gib, 2),
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
             "policy": "; then ".join(map(str, policies)),
             "policies": [asdict(policy) for policy in policies],
-            "wandb_run_dir": tracker.directory if config.tracker == "wandb" else None,
-            "tensorboard_dir": tracker.directory if config.tracker == "tensorboard" else None,
-=======
-            "policy": "; then ".join(policies_of(run_dir, str(config.policy))),
             "wandb_run_dir": tracker.directory if config.tracking.kind == "wandb" else None,
             "tensorboard_dir": tracker.directory if config.tracking.kind == "tensorboard" else None,
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
         }
         summary, why_not = _summary(run_dir, facts)
         if why_not:
@@ -304,18 +257,11 @@ class _Run:
         task = make_task(config.task.name)
         tokenizer = models.load_tokenizer(base)
         self.tokenizer = tokenizer
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
-        self.worker = RolloutWorker(fleet, config, task, tokenizer, run_dir, reporter.say)
+        self.worker = RolloutWorker(fleet, config.task, config.model.seed, task, tokenizer, run_dir, reporter.say)
         files = RunDir(run_dir)
         self.publications = JsonlWriter(files.publications, durable=True)
         self.steps_file = JsonlWriter(files.steps, durable=True)
         self.staleness = JsonlWriter(files.staleness)
-=======
-        self.worker = RolloutWorker(fleet, config.task, config.model.seed, task, tokenizer, run_dir, reporter.say)
-        self.publications = JsonlWriter(run_dir / "publications.jsonl", durable=True)
-        self.steps_file = JsonlWriter(run_dir / "steps.jsonl", durable=True)
-        self.staleness = JsonlWriter(run_dir / "staleness.jsonl")
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
         self.transport = self._transport()
 
     def _transport(self) -> Transport:

@@ -60,25 +60,15 @@ class RolloutWorker:
         self.fleet, self.config, self.task, self.tokenizer, self.say = fleet, config, task, tokenizer, say
         self.counts = RolloutCounts()
         self._shared = shared_prompt_length(tokenizer, task)
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
         self._submitted = JsonlWriter(RunDir(run_dir).submitted)
-        self._rollouts = Ledger(run_dir, segment_bytes=int(config.rollouts_segment_mib * 2**20))
-=======
-        self._submitted = JsonlWriter(run_dir / "submitted.jsonl")
         self._rollouts = Ledger(run_dir, segment_bytes=int(config.segment_mib * 2**20))
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
         # A resumed run must not ask the questions of its first part again, so the seed takes in how many there were.
         self._run_dir = run_dir
         self._unusable: JsonlWriter | None = None  # made for the first one
         self._last_unusable = ""
         self._empty = 0  # groups in a row without a usable rollout
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
         self._asked = _count_lines(self._submitted.path) // config.samples_per_group
-        self._questions: Iterator[Question] = task.questions(random.Random(f"{config.seed}/{self._asked}"))
-=======
-        self._asked = _count_lines(run_dir / "submitted.jsonl") // config.samples_per_group
         self._questions: Iterator[Question] = task.questions(random.Random(f"{seed}/{self._asked}"))
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
         self._finished: asyncio.Queue[list[RolloutRecord] | BaseException] = asyncio.Queue()
         self._places = asyncio.Semaphore(config.groups_per_step + config.groups_ahead)
         self._began: dict[str, str] = {}  # receipt of a request in flight -> the fleet's version when it was sent

@@ -8,12 +8,7 @@ from typing import Any, Protocol
 
 from slime_backend.config import TrainerConfig
 from slime_backend.local_trainer.checkpoint import save_trainer_state
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
-from slime_backend.local_trainer.devices import place
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample, grpo_step, make_optimizer
-=======
-from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepMetrics, grpo_step, make_optimizer
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
 from slime_backend.simulation import models
 from slime_backend.tracking.columns import StepMetrics
 from slime_backend.weight_sources import WeightSource
@@ -60,9 +55,9 @@ def make_trainer(
     return TorchTrainer(grpo, weights, template, state, device)
 
 
-def check_trainer(config: RunConfig) -> None:
+def check_trainer(config: TrainerConfig) -> None:
     """Raise RunError where the trainer's package is missing."""
-    if config.trainer == "deepspeed":
+    if config.kind == "deepspeed":
         from slime_backend.local_trainer.deepspeed_step import deepspeed
 
         deepspeed("cpu")

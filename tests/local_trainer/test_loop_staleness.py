@@ -19,12 +19,8 @@ from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.ledger.files import list_segments, read_rollouts
 from slime_backend.local_trainer import loop
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
-from slime_backend.run_files.jsonl import read_jsonl
-=======
 from slime_backend.policy import Policy
-from slime_backend.provenance.jsonl import read_jsonl
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
+from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.simulation.fake_engine import FakeEngine
 
 STEPS, GROUPS, SAMPLES = 4, 3, 2

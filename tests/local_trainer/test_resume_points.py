@@ -227,13 +227,7 @@ def test_a_run_does_not_go_on_with_another_model(tmp_path, tiny_directory, monke
 
 def test_the_summary_of_a_resumed_run_has_each_policy(tmp_path, tiny_directory, monkeypatch):
     config, _ = finished_run(tmp_path, tiny_directory, monkeypatch)
-<<<<<<< 1371ef9fa46ff910f64eeadab5e13db91a6dc867
-    changed = config.model_copy(update={"disjoint_prefix_sharing": "scoped", "steps": STEPS + 1})
-    summary, _ = run(changed, resume=True)
-    assert summary["policy"] == f"{config.policy}; then {changed.policy}"
-    assert summary["policies"] == [asdict(config.policy), asdict(changed.policy)]
-=======
     other = changed(config, disjoint_prefix_sharing="scoped", steps=STEPS + 1)
     summary, _ = run(other, resume=True)
     assert summary["policy"] == f"{config.policy}; then {other.policy}"
->>>>>>> adb125ed5c66d66b3b670cb263642ef56140fae0
+    assert summary["policies"] == [asdict(config.policy), asdict(other.policy)]
