@@ -52,9 +52,9 @@ class MessageReader:
         return self._found.pop(0)
 
     def _at_end(self) -> Message:
-        if self._responses and self._in_body and "content-length" not in self._headers:
-            if "chunked" not in self._headers.get("transfer-encoding", ""):
-                return self._message()
+        chunked = "chunked" in self._headers.get("transfer-encoding", "")
+        if self._responses and self._in_body and not chunked and "content-length" not in self._headers:
+            return self._message()
         raise EOFError("the connection ended before the message")
 
     def _message(self) -> Message:
