@@ -30,8 +30,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from slime_backend import event_loop
-from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
 from slime_backend.engine_client.http import HttpChannel
+from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
 from slime_backend.simulation.fleet_process import fake_engines
 
 TOKENS, TOKEN_S, SESSIONS = 32, 0.02, 1000
