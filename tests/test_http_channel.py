@@ -10,12 +10,17 @@ import pytest
 from slime_backend.engine_client.http import MAX_IDLE_S, HttpChannel, Response
 from tests.waiting import until
 
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
 
 class RawServer:
     """Answers each request with the next of `answers`, then closes the connection if `close`."""
 
-    def __init__(self, *answers: bytes, close: bool = False) -> None:
-        self.answers, self.close = list(answers), close
+    def __init__(self, *answers: bytes, close: bool = False, at_once: bool = False) -> None:
+        """`at_once`: an answer is sent in one piece, not byte by byte."""
+        self.answers, self.close, self.at_once = list(answers), close, at_once
+        self.writers: list[asyncio.StreamWriter] = []
         self.requests: list[bytes] = []
         self.connections = self.gone = 0
 
@@ -29,14 +34,16 @@ class RawServer:
 
     async def _serve(self, reader, writer):
         self.connections += 1
+        self.writers.append(writer)
         while True:
             head = await reader.read(1 << 16)
             if not head:
                 self.gone += 1
                 break
             self.requests.append(head)
-            for byte in self.answers.pop(0) if self.answers else b"":
-                writer.write(bytes([byte]))
+            answer = self.answers.pop(0) if self.answers else b""
+            for piece in [answer] if self.at_once else [bytes([byte]) for byte in answer]:
+                writer.write(piece)
                 await writer.drain()
             if self.close:
                 break
@@ -89,11 +96,108 @@ def test_a_body_without_a_length_ends_with_the_connection(run_async):
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
         b"HTTP/1.1 two hundred\r\nContent-Length: 0\r\n\r\n",
         b"220 mail.example.org ESMTP\r\n\r\n",
+        b"HTTP/2 200\r\n\r\n",
+        b"HTTP/1.1 000 OK\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 101 Switching\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"f" * 17 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nabc\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n",
     ],
 )
 def test_a_broken_answer_is_a_connection_error(run_async, raw):
     with pytest.raises(ConnectionError, match="broke"):
         ask(run_async, RawServer(raw, close=True))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 20_000 + b"Content-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"x: y\r\n" * 20_000,
+    ],
+)
+def test_headers_have_a_limit(run_async, raw):
+    server = RawServer(raw, at_once=True)
+    with pytest.raises(ConnectionError, match=r"more than 65536 bytes of headers"):
+        ask(run_async, server)
+
+
+def test_a_long_head_within_the_limit_is_read(run_async):
+    raw = b"HTTP/1.1 200 OK\r\nx: " + b"y" * 60_000 + b"\r\nContent-Length: 2\r\n\r\nok"
+    assert ask(run_async, RawServer(raw, at_once=True)) == [Response(200, b"ok")]
+
+
+def test_notes_before_the_answer_are_passed_over(run_async):
+    notes = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nContent-Length: 9\r\nRetry-After: 5\r\n\r\n"
+    server = RawServer(notes + OK, notes + OK)
+    assert ask(run_async, server, times=2) == [Response(200, b"ok")] * 2
+    assert server.connections == 1
+
+
+def test_the_answer_to_a_head_request_has_no_body(run_async):
+    async def scenario():
+        async with RawServer(*[b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n"] * 2) as server:
+            channel = HttpChannel(server.url)
+            found = [await channel.request("HEAD", "/x", None, 5.0) for _ in range(2)]
+            channel.close()
+            return found
+
+    assert run_async(scenario()) == [Response(200, b"")] * 2
+
+
+@pytest.mark.parametrize("surplus", [OK, b"garbage"])
+def test_what_comes_behind_an_answer_answers_no_other_request(run_async, surplus):
+    server = RawServer(OK + surplus, OK.replace(b"ok", b"no"), at_once=True)
+    assert ask(run_async, server, times=2) == [Response(200, b"ok"), Response(200, b"no")]
+    assert server.connections == 2
+
+
+def test_what_comes_unasked_on_a_kept_connection_answers_no_request(run_async):
+    async def scenario():
+        async with RawServer(OK, OK.replace(b"ok", b"no")) as server:
+            channel = HttpChannel(server.url)
+            await channel.request("GET", "/", None, 5.0)
+            server.writers[0].write(OK)
+            await until(lambda: channel._idle[0].ended, "the connection is given up")
+            second = await channel.request("GET", "/", None, 5.0)
+            channel.close()
+            return second, server.connections
+
+    assert run_async(scenario()) == (Response(200, b"no"), 2)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5_000_000])
+def test_bodies_of_any_size(run_async, size):
+    raw = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"x" * size
+    assert ask(run_async, RawServer(raw, raw, at_once=True), times=2) == [Response(200, b"x" * size)] * 2
+
+
+def test_a_stream_that_nobody_reads_makes_the_server_wait(run_async):
+    """What lies here unread is bounded, and nothing of it is lost."""
+    body, sent = b"x" * 99_999 + b"\n", 300
+
+    async def scenario():
+        async with RawServer(CHUNKED + b"186a0\r\n%b\r\n" % body * sent + b"0\r\n\r\n", at_once=True) as server:
+            channel = HttpChannel(server.url)
+            async with channel.stream("/x", b"{}", 30.0) as stream:
+                await until(lambda: stream._connection._paused, "the reading is paused")
+                await stream.rest(0.05)
+                unread = stream._connection._unread
+                found = sum([len(lines) async for lines in stream.lines()])
+            channel.close()
+            return unread, found
+
+    unread, found = run_async(scenario())
+    assert unread < 2_000_000
+    assert found == sent
 
 
 @pytest.mark.parametrize("url", ["localhost:30000", "ftp://x", "http://", "http://x:port", ""])
@@ -131,9 +235,6 @@ def test_a_connection_that_the_server_closed_is_not_used_again(run_async):
 
     run_async(scenario())
     assert server.connections == 2
-
-
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 def test_connections_that_nobody_needs_any_more_are_closed(run_async, monkeypatch):
@@ -258,9 +359,6 @@ def read_stream(run_async, server, close_after=None):
                 channel.close()
 
     return run_async(scenario())
-
-
-CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ BENCHES = (
         "the barrier over a thousand engines",
         "What pausing, verifying and resuming costs over 1 to 1024 fake engines; with a slow, dead or hung one among "
         "them; some five minutes.",
-        ("growth", "faults"),
+        ("growth", "faults", "clients"),
     ),
     Bench(
         "attention",

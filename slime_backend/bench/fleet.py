@@ -6,6 +6,7 @@ as well, so on few cores the times are upper bounds; the controller's own CPU ti
 
     growth   `retract` beside `scoped`, on fleets of every size in turns; no bytes are moved
     faults   64 engines and one that is slow, dead or hung, beside the same publication on 65 healthy ones
+    clients  pause, flush and reports by our HTTP client beside aiohttp's, in turns; these engines answer at once
 
     slow     answers each call after 0.5 s
     dead     its connections break at the pause, and from then on
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from slime_backend.bench.catalog import Say
+from slime_backend.bench.clients import client_rows, time_clients
 from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, Spread, cost_row, keep, ratio, short, spread
 from slime_backend.engine_client import Deadlines, EngineClient
@@ -33,7 +35,7 @@ from slime_backend.simulation.fake_engine import Fault
 from slime_backend.simulation.fleet_process import fake_engines
 from slime_backend.simulation.transport import NameTransport
 
-PARTS = ("growth", "faults")
+PARTS = ("growth", "faults", "clients")
 SIZES = (1, 4, 16, 64, 256, 1024)
 LATENCY_S = 0.02
 STEP_S = 60.0  # of decoding; there are no requests, and a thousand engines that look for some take the machine
@@ -44,6 +46,7 @@ SLOW_S = 0.5
 DEADLINE_S = 2.0  # of a pause, and of any control call, where an engine may hang
 GRACE_S = 0.5  # for what comes before and after a deadline
 FAULT_ROUNDS = 5
+CLIENT_SIZES, CLIENT_ROUNDS = (1, 16, 64, 256), 25
 WAYS: tuple[PrefixSharing, ...] = ("retract", "scoped")
 
 PLOTS = (
@@ -244,6 +247,11 @@ async def bench_fleet(say: Say, rows: list[Row], parts: Collection[str] = PARTS)
                         found[kind.name] = await time_fault(healthy, patients, kind, way, f"{way}-{kind.name}")
                 for kind in KINDS[1:]:
                     keep(fault_rows(kind, way, found["well"], found[kind.name]), rows, say)
+    if "clients" in parts:
+        with fake_engines(max(CLIENT_SIZES), token_s=STEP_S) as urls:
+            for size in CLIENT_SIZES:
+                say(f"clients: {size}")
+                keep(client_rows(size, await time_clients(urls[:size], CLIENT_ROUNDS)), rows, say)
 
 
 def grouped(urls: Sequence[str], sizes: Sequence[int]) -> dict[int, list[str]]:

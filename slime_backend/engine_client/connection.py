@@ -45,13 +45,12 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._ready: Callable[[], bool] = self._has_head
         self._paused = False
-        self._expecting = False  # an answer
         self._expect_answer(bodiless=False)
+        self.complete = True  # nothing is expected before the first request
 
     def send(self, request: bytes, *, bodiless: bool = False) -> None:
         """Send a request. `bodiless`: it is a HEAD, whose answer has no body, whatever the headers say."""
         self._expect_answer(bodiless)
-        self._expecting = True
         self._transport.write(request)
 
     def _expect_answer(self, bodiless: bool) -> None:
@@ -156,8 +155,9 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        if not self._expecting or self.ended:
-            self.close()  # nobody asked, so the next answer couldn't be known from this one
+        if self.complete or self.ended:  # nobody asked, so the next answer couldn't be known from this one
+            self._keep_alive = False
+            self._transport.abort()
             return
         self.heard = True
         if self._head is None:
@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
             raise ValueError("two answers to one request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
+        self._header_bytes += len(name) + len(value) + len(": \r\n")
         if self._header_bytes > MAX_HEAD:
             raise _too_long()
         if self._head is None:  # else it is a trailer

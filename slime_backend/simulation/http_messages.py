@@ -52,8 +52,8 @@ class MessageReader:
         return self._found.pop(0)
 
     def _at_end(self) -> Message:
-        unframed = "content-length" not in self._headers and "chunked" not in self._headers.get("transfer-encoding", "")
-        if self._responses and self._in_body and unframed:
+        chunked = "chunked" in self._headers.get("transfer-encoding", "")
+        if self._responses and self._in_body and not chunked and "content-length" not in self._headers:
             return self._message()
         raise EOFError("the connection ended before the message")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slime_backend.bench import fleet
+from slime_backend.bench import clients, fleet
 from slime_backend.bench.fleet import KINDS, Kind, Outcome, Times, growth_rows, time_fault, time_growth
 from slime_backend.bench.rows import BenchError, Row
 from slime_backend.engine_client import EngineClient
@@ -97,12 +97,34 @@ def test_others_that_wait_too_long_are_a_missed_goal(waited: float, holds: bool)
 
 
 def test_the_bench_goes_through_its_parts(run_async: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SIZES": (1, 2), "ROUNDS": 1, "HEALTHY": 2, "FAULT_ROUNDS": 1, "DEADLINE_S": 1.5}.items():
+    values: dict[str, Any] = {"SIZES": (1, 2), "ROUNDS": 1, "HEALTHY": 2, "FAULT_ROUNDS": 1, "DEADLINE_S": 1.5}
+    values |= {"CLIENT_SIZES": (1, 2), "CLIENT_ROUNDS": 1}
+    for name, value in values.items():
         monkeypatch.setattr(fleet, name, value)
     rows: list[Row] = []
     run_async(fleet.bench_fleet(lambda text: None, rows))
-    assert len({row.case for row in rows}) == len(rows) == 7 + 2 * 2 * 3
+    assert len({row.case for row in rows}) == len(rows) == 7 + 2 * 2 * 3 + 2 * 2
     assert all("inf" not in row.goal for row in rows)
+
+
+def test_both_clients_make_the_same_calls(run_async: Any) -> None:
+    with fake_engines(2) as urls:
+        costs = run_async(clients.time_clients(urls, rounds=3))
+    assert set(costs) == {"ours", "aiohttp"}
+    assert all(len(found.wall) == len(found.cpu) == 3 and min(found.wall) > 0 for found in costs.values())
+    assert all(row.peer for row in clients.client_rows(2, costs))
+
+
+def test_without_aiohttp_the_row_names_what_is_missing(run_async: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "clients", lambda: ("ours",))
+    with fake_engines(1) as urls:
+        rows = clients.client_rows(1, run_async(clients.time_clients(urls, rounds=1)))
+    assert [(row.peer, "aiohttp isn't installed" in row.case) for row in rows] == [(None, True)] * 2
+
+
+def test_clients_that_are_refused_are_not_timed(run_async: Any) -> None:
+    with fake_engines(1, faults={"/flush_cache": ["refuse"]}) as urls, pytest.raises(BenchError, match="HTTP 4"):
+        run_async(clients.time_clients(urls, rounds=1))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
