@@ -36,7 +36,7 @@ def test_a_transport_behind_the_gate_hears_which_engines_will_load(run_async):
 
     async def work():
         inner, clients = Inner(), [EngineClient("http://127.0.0.1:1")]
-        expect_loads(GatedTransport(inner, Gate()), clients)
+        expect_loads(GatedTransport(inner, Gate(limit=1, queue=1, hold_s=1.0)), clients)
         return inner.expected == clients
 
     assert run_async(work())
