@@ -1,19 +1,22 @@
 """The publication transaction: move every updatable engine from one weight version to the next, verified.
 
-    prepare           the transport makes the bytes ready; the engines still generate
-    look              each scheduler's counts, to compare with; still generating
-    pause             every engine at once                                                              -> paused
-    flush, or verify  after a retracting pause a flush, else nothing is sent; then the pause, and the
-                      flush in it, by each data-parallel rank's own counts                              -> verified
-    load              the transport moves the bytes; no label yet. Scoped entries are swept as it begins  -> loaded
-    label             once every surviving engine has loaded: name the version, read it and the
-                      evidence of load and sweep back                                                   -> labelled
-    resume            always, in `finally`, also after an unknown outcome, and shown by the counts too  -> resumed
+    step             what happens                                                                      state
+    prepare          the transport makes the bytes ready; the engines still generate                   open
+    look             each scheduler's counts are read, to compare with; still generating
+    pause            every engine is paused at once                                                    paused
+    flush or verify  the cache is flushed after a retracting pause, else nothing is sent; each
+                     data-parallel rank's own counts must show the pause, and the flush in it          verified
+    load             the transport moves the bytes; no label yet. Scoped entries are swept as it
+                     begins                                                                            loaded
+    label            once every surviving engine has loaded: the version is named, and read back
+                     with the evidence of load and sweep                                               labelled
+    resume           always, in `finally`, also after an unknown outcome; the counts must show it      resumed
 
 Anything but a positive confirmation counts as a refusal: the engine takes no part in the next step. An engine that
 isn't confirmed at the new version is retired from routing and named; the others go on. All steps run on all engines at
 once and have deadlines; a step begins when the slowest engine has ended the one before. `Publication.run` reads as this
-list does. What the counts must show: evidence.py; how long a flush is tried: pause.py; what is reported: report.py.
+table does; where no engine is confirmed, the state ends as `failed`. What the counts must show: evidence.py; how long a
+flush is tried: pause.py; what is reported: report.py.
 """
 
 from __future__ import annotations

@@ -28,6 +28,21 @@ def test_an_unverified_flush_is_an_alert_of_its_own_in_one_line():
     assert retired.text.endswith("; 1 of 2 engines go on")
 
 
+def test_a_pause_that_kept_the_cache_and_is_not_verified_is_not_called_a_flush():
+    outcome = EngineOutcome("engine1", failed_step="verify", reason="rank 0 isn't paused")
+    pause, retired = publication_alerts(report(GOOD, outcome))
+    assert (pause.title, pause.level) == ("Pause not verified", "ERROR")
+    assert pause.text == "engine1 at v3: verify: rank 0 isn't paused"
+    assert "flush" not in (pause.text + retired.text).lower()
+
+
+def test_an_engine_that_is_left_alone_is_not_called_retired():
+    outcome = EngineOutcome("engine1", failed_step="pause", reason="refused", stayed=True)
+    left, failed = publication_alerts(report(outcome, state="failed"))
+    assert (left.title, left.text) == ("Engine not updated", "engine1 at v3: pause: refused; it stays as it was")
+    assert failed.title == "Publication failed"
+
+
 def test_another_failure_is_a_degraded_fleet():
     (alert,) = publication_alerts(report(GOOD, LOST))
     assert (alert.title, alert.text) == (

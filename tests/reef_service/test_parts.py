@@ -13,15 +13,33 @@ from reef_service.data_plane.admission import Gate
 from reef_service.data_plane.limits import Limits
 from reef_service.data_plane.router import BLOCK, SLACK, Router
 from reef_service.errors import ApiError
+from reef_service.publisher import GatedTransport
 from reef_service.text.answer_parser import AnswerParser
 from reef_service.text.messages import digests, normalise
 from reef_service.text.tokenizer import ModelTokenizer, TextStream, TokenizerError
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, Member
 from slime_backend.policy import decide
+from slime_backend.simulation.transport import NameTransport
+from slime_backend.transports import expect_loads
 from tests.reef_service.harness import make_model, until
 
 # ---- the gate -------------------------------------------------------------------------------------------------------
+
+
+def test_a_transport_behind_the_gate_hears_which_engines_will_load(run_async):
+    """Else it would wait for those that failed at the pause, while the others are paused."""
+
+    class Inner(NameTransport):
+        def expect_loads(self, clients):
+            self.expected = list(clients)
+
+    async def work():
+        inner, clients = Inner(), [EngineClient("http://127.0.0.1:1")]
+        expect_loads(GatedTransport(inner, Gate(limit=1, queue=1, hold_s=1.0)), clients)
+        return inner.expected == clients
+
+    assert run_async(work())
 
 
 def test_the_gate_lets_in_by_order_and_number(run_async):
