@@ -206,6 +206,11 @@ class SchedulerReport:
         found = {name: self.hooks.get(name, "not loaded") for name in needed}
         return {name: status for name, status in found.items() if status not in (ACTIVE, NOT_NEEDED)}
 
+    def failed_hooks(self, before: SchedulerReport) -> dict[str, str]:
+        """Hooks that were as good as active in the report `before` and no longer are, with what went wrong: from then
+        on what they would have seen, or done, is missing."""
+        return self.missing_hooks([name for name in before.hooks if name not in before.missing_hooks([name])])
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -31,7 +31,7 @@ import weakref
 from typing import Any
 
 from slime_backend import wire
-from slime_backend.engine_plugin import guard, registry
+from slime_backend.engine_plugin import registry
 from slime_backend.engine_plugin.anchor_plan import AnchorError, Planner, clip, grid_limit, hint
 from slime_backend.engine_plugin.generation import CONTEXT, PREFIX_CACHE, RECORD, REQ
 from slime_backend.engine_plugin.message_marks import load_marks
@@ -68,12 +68,15 @@ _plans: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDiction
 
 def install() -> str:
     """Attach where SGLang frees a prompt's windows early; active once the scheduler has built a hybrid tree."""
-    status = registry.install(HOOK, plan(IMPORTED))
+    status = registry.install(HOOK, _plan_where(frees_early()))
     return status if status != wire.ACTIVE else "this process has built no radix cache"
 
 
 def plan(sglang: Sglang) -> Plan:
-    frees = frees_early(sglang)
+    return _plan_where(sglang.switch(SWITCH))
+
+
+def _plan_where(frees: bool | None) -> Plan:
     if frees is None:
         return Plan(instead=f"this SGLang has no {FREES_EARLY}; whether it keeps windows inside a prompt is not known")
     if not frees:
@@ -86,9 +89,9 @@ def plan(sglang: Sglang) -> Plan:
     return Plan(functions, USES)
 
 
-def frees_early(sglang: Sglang = IMPORTED) -> bool | None:
+def frees_early() -> bool | None:
     """Whether SGLang frees sliding-window KV before the tree sees it; None where it has no such switch."""
-    return sglang.switch(SWITCH)
+    return IMPORTED.switch(SWITCH)
 
 
 def status_for(tree: Any) -> str:
@@ -185,10 +188,7 @@ def _before_tokenize(manager: Any, obj: Any, input_text: Any, input_ids: Any = N
     custom = params.get("custom_params") if isinstance(params, dict) else None
     if not isinstance(custom, dict) or wire.ANCHORS_KEY not in custom:
         return
-    try:
-        told = hint(custom)
-    except AnchorError as error:
-        raise guard.Refused(str(error)) from error
+    told = hint(custom)
     # What goes on to the scheduler is short and fits 64 bits, whatever came.
     kept = clip(told, len(input_ids)) if input_ids is not None else []
     obj.sampling_params = {**params, "custom_params": {**custom, wire.ANCHORS_KEY: kept}}
