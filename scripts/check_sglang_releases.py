@@ -3,8 +3,8 @@
     scripts/check_sglang_releases.py              the table; exit status 1 where a hook that a policy needs is lacking
     scripts/check_sglang_releases.py --write      into docs/sglang-releases.md
 
-A wheel is downloaded once (`pip download --no-deps`, into $XDG_CACHE_HOME/reef-slime/wheels) and read as an archive. Each
-hook's own plan is asked for its status there, so the table says what an engine of that release reports at its start.
+A wheel is downloaded once (`pip download --no-deps`, into $XDG_CACHE_HOME/reef-slime/wheels) and read as an archive.
+Each hook's own plan is asked for its status there, so the table is what an engine of that release reports at its start.
 A new release is one line of RELEASES.
 """
 
@@ -20,7 +20,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scripts.sglang_sources import Sources, from_wheel
-
 from slime_backend.engine_plugin import HOOK_MODULES
 from slime_backend.wire import ACTIVE, NOT_NEEDED
 
@@ -39,10 +38,11 @@ EVERYWHERE = ("kv_evidence", "kv_spans")  # without these no policy can be verif
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "sglang-releases.md"
 HEAD = """# SGLang releases
 
-Written by `scripts/check_sglang_releases.py --write`, which reads each release's wheel without installing it and asks every
-hook of the [engine plugin](engine-plugin.md) what it would report there. `works`: all names, attributes and parameters that
-the hook uses are there. `not needed`: SGLang does by itself what the hook would add. `refused`: the hook stays out and
-reports the reason, and an engine whose policy needs it isn't admitted.
+Written by `scripts/check_sglang_releases.py --write`, which reads each release's wheel without installing it and asks
+every hook of the [engine plugin](engine-plugin.md) what it would report there. `works`: all names, attributes and
+parameters that the hook uses are there. `not needed`: SGLang does by itself what the hook would add. `refused`: the hook
+stays out and reports the reason, and an engine whose policy needs it isn't admitted. The table is about names: engines of
+0.5.15.post1, 0.5.17 and 0.5.23 are what the engine tests run on (`make test-compat RELEASE=0.5.17`).
 
 """
 

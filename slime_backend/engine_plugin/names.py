@@ -85,7 +85,7 @@ class Imported:
     """The SGLang that this process runs."""
 
     def has(self, name: str) -> bool:
-        if _resolve(name) is not None:
+        if _resolve(name) is not _ABSENT:
             return True
         owner, _, attribute = name.rpartition(".")
         found = _resolve(owner)
@@ -111,20 +111,19 @@ class Imported:
 
     def switch(self, name: str) -> bool | None:
         found = _resolve(name)
-        return None if found is None else bool(found.get())
+        return None if found is _ABSENT else bool(found.get())
 
 
 IMPORTED = Imported()
+_ABSENT: Any = object()  # a name may well be bound to None
 
 
 def _resolve(name: str) -> Any:
-    """The object under a dotted name; None where there is none, or its module can't be imported."""
+    """The object under a dotted name; _ABSENT where there is none, or its module can't be imported."""
     try:
         return pkgutil.resolve_name(name)
-    except AttributeError:
-        return None
-    except Exception:  # an optional module may fail by anything that it imports
-        return None
+    except Exception:  # AttributeError; and an optional module may fail by anything that it imports
+        return _ABSENT
 
 
 @functools.cache
