@@ -152,7 +152,8 @@ def why_not_same(before: Reports, after: Reports) -> list[str]:
     if restarted:
         return [f"{' and '.join(restarted)} restarted in between"]
     pairs = _pairs(before, after)
-    return [f"{name}'s hook {hook} {why}" for name, old, new in pairs for hook, why in new.failed_hooks(old).items()]
+    failed = [(name, new.failed_hooks.items() - old.failed_hooks.items()) for name, old, new in pairs]
+    return [f"{name}'s hook {hook} {why}" for name, hooks in failed for hook, why in sorted(hooks)]
 
 
 def why_ranks_missing(reports: Reports) -> list[str]:

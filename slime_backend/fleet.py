@@ -311,7 +311,8 @@ async def recognise(fleet: Fleet, member: Member, reports: Sequence[SchedulerRep
 def _check_hooks_go_on(member: Member, reports: Sequence[SchedulerReport]) -> None:
     """Raise EngineUnfit where a hook that was active at the admission has failed since: nobody knows what it missed."""
     for rank, report in named_ranks(reports):
-        for hook, why in report.missing_hooks(sorted(member.hooks)).items():
+        for hook in sorted(member.hooks & report.failed_hooks.keys()):
+            why = report.failed_hooks[hook]
             raise EngineUnfit(
                 f"engine {member.name}, {rank}: its hook {hook} {why}; what it did not see since can't be known, so "
                 "restart the engine"

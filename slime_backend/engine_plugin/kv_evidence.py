@@ -203,7 +203,9 @@ def _after_manager(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None
         answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=REPORT_ONLY))
         found = [answer.internal_state[wire.REPORT_KEY] for answer in answers]
         for report in found:
-            report.get("hooks", {}).update({name: f"HTTP process: {why}" for name, why in registry.faults().items()})
+            report.get("hooks", {}).update(
+                {name: f"{wire.FAILED}the HTTP process: {why}" for name, why in registry.faults().items()}
+            )
         # Written here: FastAPI would first go through every value, for longer than the rest of this takes.
         return Response(json.dumps(found), media_type="application/json")
 

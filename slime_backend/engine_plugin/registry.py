@@ -87,7 +87,7 @@ def report_fault(hooks: Iterable[str], where: str, error: Exception) -> None:
     for hook in hooks:
         if hook not in _faults:
             log.error("reef-slime hook %s failed in %s; SGLang goes on without it", hook, where, exc_info=error)
-            _faults[hook] = f"failed in {where}: {type(error).__name__}: {error}"
+            _faults[hook] = f"{wire.FAILED}{where}: {type(error).__name__}: {error}"
 
 
 def hooks_at(target: str) -> list[str]:
