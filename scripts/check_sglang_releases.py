@@ -40,9 +40,9 @@ HEAD = """# SGLang releases
 
 Written by `scripts/check_sglang_releases.py --write`, which reads each release's wheel without installing it and asks
 every hook of the [engine plugin](engine-plugin.md) what it would report there. `works`: all names, attributes and
-parameters that the hook uses are there. `not needed`: SGLang does by itself what the hook would add. `refused`: the hook
-stays out and reports the reason, and an engine whose policy needs it isn't admitted. The table is about names: engines of
-0.5.15.post1, 0.5.17 and 0.5.23 are what the engine tests run on (`make test-compat RELEASE=0.5.17`).
+parameters that the hook uses are there. `not needed`: SGLang does by itself what the hook would add. `refused`: the
+hook stays out and reports the reason, and an engine whose policy needs it isn't admitted. The table is about names:
+engines of 0.5.15.post1, 0.5.17 and 0.5.23 are what the engine tests run on (`make test-compat RELEASE=0.5.17`).
 
 """
 
