@@ -71,7 +71,9 @@ def _around_accept(original: Any, rows: Any, *, req: Any) -> None:
     if len(rows.rids) == before:  # nothing of this request is sent now
         return
     for keys, provider in _providers:
-        values = guard.attempt(provider, req, report=_report, otherwise={}) if req.finished() else {}
+        values: Mapping[str, Any] = {}
+        if req.finished():
+            values = guard.attempt(provider, req, report=_report, otherwise=values)
         for key in keys:
             column = rows.customized_info.setdefault(key, [])
             del column[before:]  # SGLang has filled up what it took for values per token

@@ -28,7 +28,7 @@ KV_USES: tuple[Need, ...] = (
 
 def holds_kv(req: Any) -> bool:
     """Whether a request holds KV slots. Its record says so from SGLang 0.5.19; before, its row does."""
-    record = getattr(req, "kv", None)
+    record: Any = getattr(req, "kv", None)
     if not hasattr(record, "holds_kv"):
         return req.req_pool_idx is not None
     # A backup on the host is restored instead of prefilled again, so it is KV that the request holds.
@@ -37,7 +37,7 @@ def holds_kv(req: Any) -> bool:
 
 def committed_length(req: Any) -> int:
     """Positions of a KV-holding request whose KV is written, or will be by a pass that was launched."""
-    record = getattr(req, "kv", None)
+    record: Any = getattr(req, "kv", None)
     return int((record if hasattr(record, "kv_committed_len") else req).kv_committed_len)
 
 

@@ -177,7 +177,7 @@ def reporting_streamer(base: Any) -> type:
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
-            own = guard.attempt(_report, reqs, report=_report_fault, otherwise={})
+            own: dict[str, Any] = guard.attempt(_report, reqs, report=_report_fault, otherwise={})
             return {**base.build_additional_customized_info(self, reqs), **own}
 
         def is_request_level_customized_info_key(self, key: str) -> bool:
