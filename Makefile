@@ -1,6 +1,9 @@
 # The two commands of the README: make demo, make test.
 VENV ?= .venv
 VENV_COMPAT ?= .venv-compat
+# Of make test-compat: 0.5.15.post1 (slime's pin) or 0.5.17.
+RELEASE ?= 0.5.15.post1
+COMPAT_LOCK = requirements/compat$(if $(filter 0.5.15.post1,$(RELEASE)),,-$(RELEASE)).lock
 VENV_SLIME ?= .venv-slime
 VENV_DEEPSPEED ?= .venv-deepspeed
 PYTHON ?= python3
@@ -13,7 +16,7 @@ ARGS ?=
 help:
 	@echo "make demo    train with two live engines on this CPU (CONFIG=configs/..., ARGS='--set steps=20')"
 	@echo "make test    run the tests (ARGS='-m \"not engine and not soak\"' leaves out those that start an engine)"
-	@echo "make test-compat    run the engine tests that apply to SGLang 0.5.15.post1, in $(VENV_COMPAT) (11 GB more)"
+	@echo "make test-compat    run the engine tests that apply to an older SGLang (RELEASE=0.5.15.post1), in $(VENV_COMPAT) (11 GB more)"
 	@echo "make test-soak    the long tests: the real small model, 200 publications, 300 rounds of fan-out, 20,000 steps"
 	@echo "                  of faults, a million ledger records through a hundred kills, 500 planted faults, the gateway under load"
 	@echo "make test-slime    the tests on the real slime; SLIME_SRC names its checkout (0.4 GB more, in $(VENV_SLIME))"
@@ -44,7 +47,7 @@ test-soak: env
 
 # The older SGLang wants another torch, so it has an environment of its own.
 test-compat:
-	@PYTHON=$(PYTHON) bash scripts/make_env.sh $(VENV_COMPAT) requirements/compat.lock
+	@PYTHON=$(PYTHON) bash scripts/make_env.sh $(VENV_COMPAT) $(COMPAT_LOCK)
 	@$(VENV_COMPAT)/bin/python -m pytest tests/compat tests/test_publication_engine.py $(ARGS)
 
 # Layered over the environment of the other tests.

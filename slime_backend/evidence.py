@@ -139,7 +139,8 @@ def why_not_running(before: Reports, after: Reports) -> list[str]:
 
 
 def why_not_same(before: Reports, after: Reports) -> list[str]:
-    """Every reason why `after` is not of the very processes of `before`, or lacks some of them."""
+    """Every reason why `after` is not of the very processes of `before`, with the hooks that they ran, or lacks some of
+    them."""
     if len(before) != len(after):
         return [f"{len(after)} ranks report, {len(before)} did before"]
     silent = why_ranks_missing(after)
@@ -148,7 +149,11 @@ def why_not_same(before: Reports, after: Reports) -> list[str]:
     if [report.tensor_size for report in before] != [report.tensor_size for report in after]:
         return ["the number of tensor ranks changed"]
     restarted = [name for name, old, new in _pairs(before, after) if old.instance_id != new.instance_id]
-    return [f"{' and '.join(restarted)} restarted in between"] if restarted else []
+    if restarted:
+        return [f"{' and '.join(restarted)} restarted in between"]
+    pairs = _pairs(before, after)
+    failed = [(name, new.failed_hooks.items() - old.failed_hooks.items()) for name, old, new in pairs]
+    return [f"{name}'s hook {hook} {why}" for name, hooks in failed for hook, why in sorted(hooks)]
 
 
 def why_ranks_missing(reports: Reports) -> list[str]:

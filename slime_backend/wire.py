@@ -29,6 +29,7 @@ SWITCH_KEY = "reef_slime_hooks"  # of /set_internal_state, for the hook hook_swi
 HOOKS_VARIABLE = "REEF_SLIME_HOOKS"  # comma-separated hook names; a process without it is left untouched
 
 ACTIVE = "active"
+FAILED = "failed in "  # how the status of a hook begins whose code raised
 NOT_NEEDED = "not needed"  # this SGLang already does what the hook would add; as good as active
 
 T = TypeVar("T")
@@ -205,6 +206,11 @@ class SchedulerReport:
         """Needed hook -> why it is not active, unless this SGLang does without it."""
         found = {name: self.hooks.get(name, "not loaded") for name in needed}
         return {name: status for name, status in found.items() if status not in (ACTIVE, NOT_NEEDED)}
+
+    @property
+    def failed_hooks(self) -> dict[str, str]:
+        """Hooks whose code raised, with what and where: what they would have seen, or done, is missing since."""
+        return {name: status for name, status in self.hooks.items() if status.startswith(FAILED)}
 
 
 @dataclass(frozen=True, slots=True)

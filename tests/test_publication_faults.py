@@ -339,3 +339,35 @@ def test_an_engine_of_unknown_weights_is_retired_before_it_resumes(run_async):
             return asked
 
     assert run_async(scenario()) == [("v1", "v0", False)]
+
+
+@pytest.mark.parametrize("when", ["before the publication", "while it loads"])
+def test_an_engine_whose_hook_failed_is_retired_with_the_hook_and_why(run_async, when):
+    async def scenario():
+        async with fake_fleet(hooks=("kv_evidence", "kv_spans")) as (fleet, engines):
+
+            def fail():
+                engines[1].hooks["kv_spans"] = "failed in prepare_for_extend: AttributeError: no rid"
+
+            if when == "before the publication":
+                fail()
+            return await publish(fleet, ActsAtLoad(fail if when != "before the publication" else None), "v1"), fleet
+
+    report, fleet = run_async(scenario())
+    assert list(report.unconfirmed) == ["engine1"]
+    assert "hook kv_spans failed in prepare_for_extend: AttributeError: no rid" in report.unconfirmed["engine1"]
+    assert "engine1" in fleet.retired()
+    assert [m.name for m in fleet.routable()] == ["engine0"]
+
+
+class ActsAtLoad(NameTransport):
+    """Runs something while the engines are loaded."""
+
+    def __init__(self, action):
+        super().__init__()
+        self.action = action
+
+    async def load(self, *args, **kwargs):
+        if self.action is not None:
+            self.action()
+        return await super().load(*args, **kwargs)

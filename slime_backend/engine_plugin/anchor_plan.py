@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime_backend.engine_plugin.guard import Refused
 from slime_backend.engine_plugin.message_marks import Mark, boundaries
 from slime_backend.wire import ANCHORS_KEY
 
@@ -32,7 +33,7 @@ MIN_GRID_STEP = 1024
 GRID_SHARE = 64
 
 
-class AnchorError(ValueError):
+class AnchorError(Refused):
     """The hint is not a list of integers. A ValueError, which SGLang answers with HTTP 400."""
 
 

@@ -1,7 +1,7 @@
 """Attention on a CPU that is right for sliding windows and does not recompute what a prefix hit gave.
 
 Replaces the attention backend `torch_native` on CPU runners (0.5.23, layers/attention/torch_native_backend.py), needed
-in SGLang 0.5.15.post1 and 0.5.23, where that backend
+in SGLang 0.5.15.post1 to 0.5.23, where that backend
   - reads sliding-window layers with slots of the full pool (:153 and :262; only the write is translated, :57-67),
     which is an IndexError or, silently, the KV of other tokens;
   - computes queries for the cached prefix as well (:143), so that a prefix hit saves no attention at all;
@@ -20,9 +20,26 @@ import torch
 
 from slime_backend import wire
 from slime_backend.engine_plugin import hf_window, registry
+from slime_backend.engine_plugin.names import IMPORTED, Need, Sglang
+from slime_backend.engine_plugin.registry import Plan
 
 HOOK = "cpu_attention"
 BACKEND = "torch_native"
+STOCK = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
+USES: tuple[Need, ...] = (  # of cpu_attention_backend.py as well
+    "sglang.srt.layers.attention.attention_registry.ATTENTION_BACKENDS",
+    *(f"{STOCK}.{name}" for name in ("init_forward_metadata", "forward_extend", "forward_decode")),
+    *(f"{STOCK}.{name}" for name in ("token_to_kv_pool", "req_to_token_pool", "swa_out_cache_loc")),
+    "sglang.srt.layers.radix_attention.AttentionType.ENCODER_ONLY",
+    "sglang.srt.mem_cache.memory_pool.KVWriteLoc",
+    *(f"{POOL}.{name}" for name in ("layers_mapping", "get_key_buffer", "get_value_buffer", "set_kv_buffer")),
+    f"{POOL}.translate_loc_from_full_to_swa",
+)
+
+
+def plan(sglang: Sglang) -> Plan:
+    return Plan(((hf_window.TARGET, "after", hf_window.shorten_windows),), USES)
 
 
 def install() -> str:
@@ -43,7 +60,7 @@ def install() -> str:
         registry.set_status(HOOK, wire.ACTIVE)
         return CpuAttentionBackend(runner)
 
-    status = registry.attach(HOOK, [(hf_window.TARGET, "after", hf_window.shorten_windows)])
+    status = registry.install(HOOK, plan(IMPORTED))
     if status != wire.ACTIVE:
         return status
     attention_registry.ATTENTION_BACKENDS[BACKEND] = build

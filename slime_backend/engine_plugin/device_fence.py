@@ -18,19 +18,22 @@ import logging
 from typing import Any
 
 from slime_backend.engine_plugin import registry
+from slime_backend.engine_plugin.generation import SCHEDULER
+from slime_backend.engine_plugin.names import IMPORTED, Need, Sglang
 
 log = logging.getLogger(__name__)
 
-BEGIN = "begin_weight_update"  # 0.5.15.post1 doesn't have it
+BEGIN = "begin_weight_update"  # from 0.5.21
+USES: tuple[Need, ...] = (f"{SCHEDULER}.device", f"{SCHEDULER}.result_queue")
 
 waits = 0  # epochs that began after a wait
 failed = 0
 
 
-def functions(updater: str) -> list[registry.HookFunction]:
+def functions(updater: str, sglang: Sglang = IMPORTED) -> list[registry.HookFunction]:
     """What to attach to SGLang's class `updater`, next to the ends of epochs."""
     target = f"{updater}.{BEGIN}"
-    return [] if registry.missing_targets([target]) else [(target, "before", _before_begin)]
+    return [(target, "before", _before_begin)] if sglang.has(target) else []
 
 
 def on_epoch_end(scheduler: Any, ending: int) -> None:

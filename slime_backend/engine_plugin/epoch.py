@@ -1,25 +1,23 @@
 """The weight epoch of this scheduler process: a count of weight mutations, with the version name of each.
 
-Changes no behaviour: it listens. Works with SGLang 0.5.23 (scheduler_components/weight_updater.py:149-289 for the four
-update calls, managers/scheduler.py:5630 for /update_weight_version) and 0.5.15.post1 (:108-166; its schedulers hear of
-a label through label_relay.py only). The count moves BEFORE the first byte can change,
-so an update that fails half-way is an epoch of its own, and on a bare renaming as well, because writers that bypass
-SGLang (RDMA) announce nothing else. An epoch bears the version name that was in force when it ended: a name which
-arrives after the weights, while nothing was sampled, leaves an epoch without tokens in between.
+Changes no behaviour: it listens. In 0.5.23 to the four update calls (scheduler_components/weight_updater.py:149-289)
+and to /update_weight_version (managers/scheduler.py:5630), which is a message from 0.5.19; before, schedulers hear of a
+label through label_relay.py only. The count moves BEFORE the first byte can change, so an update that fails half-way is
+an epoch of its own, and on a bare renaming as well, because writers that bypass SGLang (RDMA) announce nothing else. An
+epoch bears the version name that was in force when it ended: a name which arrives after the weights, while nothing was
+sampled, leaves an epoch without tokens in between.
 
 Shared by the hooks that need it; they subscribe with `on_end`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-from slime_backend import wire
-from slime_backend.engine_plugin import device_fence, generation, label_relay, registry
-
-log = logging.getLogger(__name__)
+from slime_backend.engine_plugin import device_fence, generation, guard, label_relay, registry
+from slime_backend.engine_plugin.names import IMPORTED, Sglang
+from slime_backend.engine_plugin.registry import Plan
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = tuple(f"{UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
@@ -38,18 +36,20 @@ class WeightEpoch:
         self._names: dict[int, str] = {}
         self._admissions = 0
         self._listeners: list[Listener] = []
+        self._hooks: dict[Listener, str] = {}  # whose part a listener is
 
-    def on_end(self, listener: Listener) -> None:
+    def on_end(self, listener: Listener, hook: str = "kv_evidence") -> None:
+        """Call `listener`, a part of `hook`, at the end of each epoch."""
         self._listeners.append(listener)
+        self._hooks[listener] = hook
 
     def advance(self, scheduler: Any) -> None:
-        """End the current epoch. A listener that fails leaves its part of the evidence as it was: SGLang's scheduler
-        must not end by it, and the controller refuses the update."""
+        """End the current epoch. A listener that fails leaves its part of the evidence as it was: the others are
+        called, its hook reports the fault, and the controller refuses the update."""
         for listener in self._listeners:
-            try:
-                listener(scheduler, self.number)
-            except Exception:
-                log.exception("reef-slime: %s failed at the end of weight epoch %d", listener.__module__, self.number)
+            hook = self._hooks.get(listener, "kv_evidence")
+            where = f"{listener.__module__} at the end of weight epoch {self.number}"
+            guard.attempt(listener, scheduler, self.number, report=_reporter(hook, where), otherwise=None)
         self._names[self.number] = self._current_version()
         self.number += 1
         self._admissions = 0
@@ -69,24 +69,25 @@ class WeightEpoch:
         return order
 
 
+def _reporter(hook: str, where: str) -> guard.Report:
+    return lambda error: registry.report_fault((hook,), where, error)
+
+
 EPOCH = WeightEpoch(generation.served_version)
 EPOCH.on_end(device_fence.on_epoch_end)  # the first listener: nothing may change before the device has finished
-_status: str | None = None
 
 
-def install(hook: str) -> str:
-    """Listen to weight mutations, once per process. Returns `wire.ACTIVE`, or which target this SGLang lacks."""
-    global _status
-    if _status != wire.ACTIVE:
-        functions: list[registry.HookFunction] = [(target, "before", _before_update) for target in UPDATES]
-        functions += device_fence.functions(UPDATER)
-        if generation.scheduler_learns_labels():
-            functions.append((RENAME, "before", _before_rename))
-        else:
-            functions.append((label_relay.MANAGER, "after", label_relay.after_manager))
-            functions.append((label_relay.MESSAGE, "around", label_relay.around_message(EPOCH.advance)))
-        _status = registry.attach(hook, functions)
-    return _status
+def plan(sglang: Sglang = IMPORTED) -> Plan:
+    """Listen to weight mutations; every hook that needs the epoch adds this to its own plan."""
+    functions: list[registry.HookFunction] = [(target, "before", _before_update) for target in UPDATES]
+    functions += device_fence.functions(UPDATER, sglang)
+    uses = (f"{UPDATER}.scheduler", *generation.LABEL_USES, *device_fence.USES)
+    if generation.scheduler_learns_labels(sglang):
+        functions.append((RENAME, "before", _before_rename))
+    else:
+        functions += label_relay.functions(sglang, _around_message)
+        uses += label_relay.uses(sglang)
+    return Plan(tuple(functions), uses)
 
 
 def _before_update(updater: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,3 +96,6 @@ def _before_update(updater: Any, *args: Any, **kwargs: Any) -> None:
 
 def _before_rename(scheduler: Any, *args: Any, **kwargs: Any) -> None:
     EPOCH.advance(scheduler)
+
+
+_around_message = label_relay.around_message(EPOCH.advance)

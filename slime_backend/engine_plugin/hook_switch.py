@@ -8,7 +8,7 @@ engine with itself. `POST /set_internal_state` with `{"server_args": {"reef_slim
 functions back where the hooks were attached (and its own output streamer), and 1 the hooked ones. Only between
 requests: one that was admitted without the hooks has no record. What stays: `cpu_attention`, which isn't a part of
 recording; control calls, which the scheduler bound at its start (reports, pause, flush); and what the HTTP process does
-once per request. Works with SGLang 0.5.23 (managers/scheduler.py:5599).
+once per request.
 """
 
 from __future__ import annotations
@@ -23,9 +23,16 @@ from typing import Any
 from slime_backend import wire
 from slime_backend.engine_plugin import kv_spans, registry
 from slime_backend.engine_plugin.generation import SCHEDULER
+from slime_backend.engine_plugin.names import IMPORTED, Sglang
+from slime_backend.engine_plugin.registry import Plan
 
 HOOK = "hook_switch"
 KEPT = (HOOK, "cpu_attention")
+USES = (
+    "sglang.srt.managers.io_struct.SetInternalStateReq.server_args",
+    "sglang.srt.managers.io_struct.SetInternalStateReqOutput.updated",
+    f"{SCHEDULER}.output_streamer",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,11 @@ class Place:
 
 
 def install() -> str:
-    return registry.attach(HOOK, [(f"{SCHEDULER}.set_internal_state", "around", _around_set)])
+    return registry.install(HOOK, plan(IMPORTED))
+
+
+def plan(sglang: Sglang) -> Plan:
+    return Plan(((f"{SCHEDULER}.set_internal_state", "around", _around_set),), USES)
 
 
 def places_of(target: str, hooks: int) -> list[Place]:
@@ -73,12 +84,12 @@ def _streamer_class(current: Any, on: bool) -> type:
     return kv_spans.reporting_streamer(plain) if on else plain
 
 
-def _around_set(original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    if set(request.server_args) != {wire.SWITCH_KEY}:
-        return original(scheduler, request, *args, **kwargs)
+def _around_set(original: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
+    if set(recv_req.server_args) != {wire.SWITCH_KEY}:
+        return original(scheduler, recv_req, *args, **kwargs)
     from sglang.srt.managers.io_struct import SetInternalStateReqOutput
 
-    on = bool(request.server_args[wire.SWITCH_KEY])
+    on = bool(recv_req.server_args[wire.SWITCH_KEY])
     switch(_places(), on)
     if registry.statuses().get(kv_spans.HOOK) == wire.ACTIVE:
         streamer = scheduler.output_streamer

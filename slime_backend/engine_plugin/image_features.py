@@ -13,8 +13,14 @@ import functools
 import sys
 from typing import Any
 
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 INTERPOLATED = "_interpolated_pos_emb_cache"  # a dictionary in modules of a vision tower
-MODULES = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")  # by generation
+MODULES = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")  # from 0.5.18, and before
+USES = (
+    tuple(f"{module}.embedding_cache" for module in MODULES),
+    f"{SCHEDULER}.model_config",
+    f"{SCHEDULER}.tp_worker",
+)
 
 
 def caches() -> list[Any]:

@@ -1,13 +1,15 @@
 """Puts into /server_info what each scheduler counted itself: KV in the tree, free slots, KV of requests, flushes.
 
-Adds `internal_states[i]["reef_slime"]` (wire.SchedulerReport), one per data-parallel rank. Works with SGLang 0.5.23
-(the lines below) and 0.5.15.post1, and is needed in every version, because nothing else says that a flush was carried
-out by every rank:
+Adds `internal_states[i]["reef_slime"]` (wire.SchedulerReport), one per data-parallel rank. Works with SGLang
+0.5.15.post1 to 0.5.23 (the lines below), and is needed in each of them, because nothing else says that a flush was
+carried out by every rank:
   - with DP > 1 /flush_cache returns rank 0's answer only (tokenizer_control_mixin.py:325);
   - /server_info has capacities but no occupancy, and a refused flush is one line in the log (scheduler.py:5540).
 
 The same reports alone are answered by GET /reef_slime/reports, a route of our own: /server_info writes SGLang's whole
-configuration twice, which takes 40 ms on one core, and between pause and verified all engines stand still for it.
+configuration twice, which takes 40 ms on one core, and between pause and verified all engines stand still for it. What
+went wrong in the HTTP process's own hooks is added there. The Rust server (SGLANG_RUST_SERVER) has no such route; the
+reports then come with /server_info alone.
 
 Listens around Scheduler.flush_cache (:5518), pause_generation (:5817) and continue_generation (:5934), and adds to
 get_internal_state (:5549) and, behind TokenizerManager.__init__, the route. The pause mode `abort` never reaches the
@@ -37,7 +39,9 @@ from slime_backend.engine_plugin import (
     tensor_ranks,
 )
 from slime_backend.engine_plugin.epoch import EPOCH
-from slime_backend.engine_plugin.generation import SCHEDULER, holds_kv
+from slime_backend.engine_plugin.generation import PREFIX_CACHE, REQ, SCHEDULER, holds_kv
+from slime_backend.engine_plugin.names import IMPORTED, Need, Sglang
+from slime_backend.engine_plugin.registry import Plan
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +50,30 @@ MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 SERVER = "sglang.srt.entrypoints.http_server"
 GATHER_S = 5.0  # for the reports of an engine's other tensor ranks; a controller waits 10 s for the whole call
 REPORT_ONLY = "reef-slime: report only"  # the id of a request for an internal state of nothing but our report
+
+SCHEDULER_FIELDS = (
+    *("waiting_queue", "running_batch", "last_batch", "chunked_req", "grammar_manager", "result_queue", "tree_cache"),
+    *("token_to_kv_pool_allocator", "req_to_token_pool", "_engine_paused", "forward_ct"),
+)
+TREE_COUNTS = (
+    *("evictable_size", "protected_size", "full_evictable_size", "full_protected_size", "supports_mamba"),
+    *("swa_evictable_size", "swa_protected_size"),
+)
+USES: tuple[Need, ...] = (
+    *(f"{SCHEDULER}.{name}" for name in SCHEDULER_FIELDS),
+    *(f"{PREFIX_CACHE}.{name}" for name in TREE_COUNTS),
+    f"{REQ}.finished",
+    "sglang.srt.constrained.grammar_manager.GrammarManager.grammar_queue",
+    *(f"sglang.srt.managers.io_struct.{name}" for name in ("GetInternalStateReq.rid", "PauseGenerationReqInput.mode")),
+    "sglang.srt.managers.io_struct.GetInternalStateReqOutput.internal_state",
+    f"{MANAGER}.auto_create_handle_loop",
+    f"{MANAGER}.get_internal_state",  # the route asks as it does
+    *generation.KV_USES,
+    *generation.BATCHES_USES,
+    *generation.SESSION_USES,
+    *generation.PLACE_USES,
+    *image_features.USES,
+)
 
 
 @dataclass(slots=True)
@@ -78,25 +106,23 @@ def counters() -> Counters:
 
 
 def install() -> str:
-    status = epoch.install(HOOK)
-    if status != wire.ACTIVE:
-        return status
-    EPOCH.on_end(image_features.clear)
-    status = pools.install(HOOK)
-    if status != wire.ACTIVE:
-        return status
-    return registry.attach(
-        HOOK,
-        [
-            (f"{SCHEDULER}.get_internal_state", "around", _around_internal_state),
-            (f"{MANAGER}.__init__", "after", _after_manager),
-            (f"{SCHEDULER}.flush_cache", "around", _around_flush),
-            (f"{SCHEDULER}.pause_generation", "around", _around_pause),
-            (f"{SCHEDULER}.continue_generation", "around", _around_continue),
-            (f"{SCHEDULER}.__init__", "after", tensor_ranks.after_scheduler),
-            *loads.functions(),
-        ],
+    status = registry.install(HOOK, plan(IMPORTED))
+    if status == wire.ACTIVE:
+        EPOCH.on_end(image_features.clear, HOOK)
+    return status
+
+
+def plan(sglang: Sglang) -> Plan:
+    functions: tuple[registry.HookFunction, ...] = (
+        (f"{SCHEDULER}.get_internal_state", "around", _around_internal_state),
+        (f"{MANAGER}.__init__", "after", _after_manager),
+        (f"{SCHEDULER}.flush_cache", "around", _around_flush),
+        (f"{SCHEDULER}.pause_generation", "around", _around_pause),
+        (f"{SCHEDULER}.continue_generation", "around", _around_continue),
+        (f"{SCHEDULER}.__init__", "after", tensor_ranks.after_scheduler),
+        *loads.functions(),
     )
+    return epoch.plan(sglang) + pools.plan() + Plan(functions, USES)
 
 
 def live_requests(scheduler: Any) -> list[Any]:
@@ -176,19 +202,23 @@ def _after_manager(result: Any, manager: Any, *args: Any, **kwargs: Any) -> None
         # As TokenizerManager.get_internal_state asks (tokenizer_control_mixin.py:967).
         answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=REPORT_ONLY))
         found = [answer.internal_state[wire.REPORT_KEY] for answer in answers]
+        for report in found:
+            report.get("hooks", {}).update(
+                {name: f"{wire.FAILED}the HTTP process: {why}" for name, why in registry.faults().items()}
+            )
         # Written here: FastAPI would first go through every value, for longer than the rest of this takes.
         return Response(json.dumps(found), media_type="application/json")
 
     server.app.add_api_route(wire.REPORTS_PATH, reports, methods=["GET"], response_model=None)
 
 
-def _around_internal_state(original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    if request.rid == REPORT_ONLY:
+def _around_internal_state(original: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
+    if recv_req.rid == REPORT_ONLY:
         from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
         output = GetInternalStateReqOutput(internal_state={})
     else:
-        output = original(scheduler, request, *args, **kwargs)
+        output = original(scheduler, recv_req, *args, **kwargs)
     output.internal_state[wire.REPORT_KEY] = _report(scheduler)
     return output
 
@@ -253,14 +283,14 @@ def _refusal(scheduler: Any) -> dict[str, Any]:
     }
 
 
-def _around_pause(original: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _around_pause(original: Any, scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
     before = [(req, generation.committed_length(req) if holds_kv(req) else 0) for req in live_requests(scheduler)]
-    result = original(scheduler, request, *args, **kwargs)
+    result = original(scheduler, recv_req, *args, **kwargs)
     # A request that finished while the pause read back its last step lost its KV too, but not to the pause.
     taken = [tokens for req, tokens in before if tokens and not holds_kv(req) and not req.finished()]
     own = counters()
     own.pauses += 1
-    own.pause_mode = str(request.mode)
+    own.pause_mode = str(recv_req.mode)
     own.in_flight_at_pause = sum(not req.finished() for req, _ in before)
     own.retracted_at_pause = len(taken)
     own.tokens_at_pause = sum(taken)

@@ -1,14 +1,14 @@
 """Says in meta_info which weights sampled each token, which computed the KV it came from, and what each prefill reused.
 
-Adds `kv_provenance` and `prefills` to a finished response. Works with SGLang 0.5.23 (the lines below) and 0.5.15.post1,
-and is needed in every version: `weight_versions` (native from 0.5.23, managers/scheduler.py:5636) tells who sampled a
-token, not under which weights its context was computed, and `cached_tokens` of a retracted request stays what its first
-prefill found (schedule_batch.py:2965).
+Adds `kv_provenance` and `prefills` to a finished response. Works with SGLang 0.5.15.post1 to 0.5.23 (the lines below)
+and is needed in each of them: `weight_versions` (native from 0.5.19; 0.5.23, managers/scheduler.py:5636) tells who
+sampled a token, not under which weights its context was computed, and `cached_tokens` of a retracted request stays what
+its first prefill found (schedule_batch.py:2965).
 
 Emitted through SGLang's own extension point (output_streamer.py:235-270, a subclass returned by
 Scheduler.get_output_streamer_class). It refuses a request-level value to the Rust egress (:98), so there this hook is
 inactive. A stream of increments cuts every such value at the chunk's offset (tokenizer_manager.py:364); ours are lists
-over segments, not tokens, and are kept whole. 0.5.15.post1 has no such point: there egress.py emits them.
+over segments, not tokens, and are kept whole. Up to 0.5.18 there is no such point: there egress.py emits them.
 
 Also corrects one native count, where it exists: with the overlap schedule a token that is sampled but not yet read
 back at an in-place publication is credited to the new version (scheduler.py:5636 counts `output_ids`, which trail the
@@ -22,17 +22,40 @@ import weakref
 from typing import Any
 
 from slime_backend import wire
-from slime_backend.engine_plugin import egress, epoch, generation, registry
+from slime_backend.engine_plugin import egress, epoch, generation, guard, registry
 from slime_backend.engine_plugin.epoch import EPOCH
-from slime_backend.engine_plugin.generation import holds_kv
+from slime_backend.engine_plugin.generation import BATCH, REQ, SCHEDULER, holds_kv
+from slime_backend.engine_plugin.names import IMPORTED, Need, Sglang
+from slime_backend.engine_plugin.registry import Plan
 from slime_backend.engine_plugin.trace import Admission, RequestTrace
 
 HOOK = "kv_spans"
 KEYS = (wire.KV_PROVENANCE_KEY, wire.PREFILLS_KEY)
 
-PREFILL = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
-STREAMER = "sglang.srt.managers.scheduler.Scheduler.get_output_streamer_class"
-RELABEL = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
+PREFILL = f"{BATCH}.prepare_for_extend"
+STREAMER = f"{SCHEDULER}.get_output_streamer_class"
+RELABEL = f"{SCHEDULER}.record_weight_version_change"
+STREAMER_CLASS = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+NO_OUTPUT = "the Rust server (SGLANG_RUST_SERVER) takes no additional output"
+
+SAMPLED_USES: tuple[Need, ...] = (f"{REQ}.output_ids", f"{REQ}.origin_input_ids", *generation.KV_USES)
+USES: tuple[Need, ...] = (
+    f"{BATCH}.reqs",
+    f"{REQ}.rid",
+    f"{REQ}.full_untruncated_fill_ids",
+    f"{REQ}.output_ids_through_stop",
+    f"{REQ}.finished",
+    "sglang.srt.constants.HEALTH_CHECK_RID_PREFIX",
+    *SAMPLED_USES,
+    *generation.PREFIX_USES,
+)
+STREAMER_USES: tuple[Need, ...] = (
+    f"{SCHEDULER}.rust_server",
+    f"{STREAMER_CLASS}.has_additional_customized_info",
+    f"{STREAMER_CLASS}.build_additional_customized_info",
+    f"{REQ}.weight_version_events",
+    "sglang.srt.utils.weight_versions.WeightVersionEvent",
+)
 
 # Requests that were admitted and have not been reported yet. Weak: SGLang may drop a request without finishing it.
 _traces: weakref.WeakKeyDictionary[Any, RequestTrace] = weakref.WeakKeyDictionary()
@@ -40,24 +63,31 @@ _traces: weakref.WeakKeyDictionary[Any, RequestTrace] = weakref.WeakKeyDictionar
 
 def install() -> str:
     """Attach; active once the scheduler has built its output streamer."""
-    status = epoch.install(HOOK)
+    status = registry.install(HOOK, plan(IMPORTED))
     if status != wire.ACTIVE:
         return status
-    functions: list[registry.HookFunction] = [(PREFILL, "before", _before_prefill)]
+    EPOCH.on_end(_on_epoch_end, HOOK)
     if generation.has_streamer_extension():
-        waiting_for = "this process has built no output streamer"
-        functions.append((STREAMER, "after", _streamer_class))
-        functions.append((RELABEL, "around", _around_relabel))
-        functions.append((egress.SLICE, "around", egress.around_slice(lambda: frozenset(KEYS))))
-    else:
-        waiting_for = wire.ACTIVE
-        status = egress.install(HOOK, KEYS, _values_of)
-    if status == wire.ACTIVE:
-        status = registry.attach(HOOK, functions)
-    if status != wire.ACTIVE:
-        return status
-    EPOCH.on_end(_on_epoch_end)
-    return waiting_for
+        return "this process has built no output streamer"
+    egress.provide(KEYS, _values_of)
+    return status
+
+
+def plan(sglang: Sglang) -> Plan:
+    shared = epoch.plan(sglang) + Plan(((PREFILL, "before", _before_prefill),), USES)
+    if generation.serves_by_rust(sglang):
+        return Plan(instead=NO_OUTPUT)
+    if not generation.has_streamer_extension(sglang):
+        return shared + egress.plan()
+    functions: tuple[registry.HookFunction, ...] = (
+        (STREAMER, "after", _streamer_class),
+        (RELABEL, "around", _around_relabel),
+        (egress.SLICE, "around", _around_slice),
+    )
+    return shared + Plan(functions, STREAMER_USES)
+
+
+_around_slice = egress.around_slice(lambda: frozenset(KEYS))
 
 
 def sampled_tokens(req: Any) -> int:
@@ -124,11 +154,16 @@ def _report(reqs: list[Any]) -> dict[str, list[list[dict[str, Any]]]]:
 
 
 def _streamer_class(cls: type, scheduler: Any) -> type:
+    """AFTER Scheduler.get_output_streamer_class, which runs once, when the scheduler is built."""
     if scheduler.rust_server is not None:
-        registry.set_status(HOOK, "the Rust server (SGLANG_RUST_SERVER) takes no additional output")
+        registry.set_status(HOOK, NO_OUTPUT)
         return cls
     registry.set_status(HOOK, wire.ACTIVE)
     return reporting_streamer(cls)
+
+
+def _report_fault(error: Exception) -> None:
+    registry.report_fault((HOOK,), STREAMER_CLASS, error)
 
 
 @functools.cache
@@ -142,7 +177,8 @@ def reporting_streamer(base: Any) -> type:
         has_additional_customized_info = True
 
         def build_additional_customized_info(self, reqs: list[Any]) -> dict[str, list[Any]]:
-            return {**base.build_additional_customized_info(self, reqs), **_report(reqs)}
+            own: dict[str, Any] = guard.attempt(_report, reqs, report=_report_fault, otherwise={})
+            return {**base.build_additional_customized_info(self, reqs), **own}
 
         def is_request_level_customized_info_key(self, key: str) -> bool:
             return key in KEYS or base.is_request_level_customized_info_key(self, key)

@@ -1,7 +1,7 @@
 """Counts the updates of weights that this rank carried out or failed, and makes each answer speak for all ranks.
 
-Works with SGLang 0.5.23 (scheduler_components/weight_updater.py:121-289) and 0.5.15.post1 (:108-180) and is needed in
-every version: there an update, or the joining of its process group, answers with rank 0's outcome. Here the rank that
+Needed in every release from 0.5.15.post1 to 0.5.23 (0.5.23, scheduler_components/weight_updater.py:121-289): there an
+update, or the joining of its process group, answers with rank 0's outcome. Here the rank that
 answers waits for the others', and an update that failed on any of them is answered as failed, with the rank and its
 message. The counts stand in each rank's own report, so an answer need not be believed.
 """
@@ -42,9 +42,8 @@ LOADS = LoadCounts()
 
 
 def functions() -> list[registry.HookFunction]:
-    return [(target, "around", _around(LOADS.note)) for target in UPDATES] + [
-        (target, "around", _around(lambda failures: None)) for target in GROUPS
-    ]
+    around: list[registry.HookFunction] = [(target, "around", _around(LOADS.note)) for target in UPDATES]
+    return around + [(target, "around", _around(lambda failures: None)) for target in GROUPS]
 
 
 def _around(note: Callable[[Sequence[str]], None]) -> Callable[..., Any]:

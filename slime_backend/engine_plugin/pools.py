@@ -2,20 +2,27 @@
 
 The capacity isn't read from a pool's `size`: an allocator may never hand that out (whole pages only, a reserved page
 per shard, a ring per request row, a smaller second pool). What is free once the prefix cache has been built, and before
-the first request, is what must be free again in an empty engine. Works with SGLang 0.5.23 and 0.5.15.post1.
+the first request, is what must be free again in an empty engine.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
-from slime_backend.engine_plugin import registry
-
-log = logging.getLogger(__name__)
+from slime_backend.engine_plugin.names import Need
+from slime_backend.engine_plugin.registry import Plan
 
 TREE = "sglang.srt.mem_cache.registry.create_tree_cache"
+SLOTS = "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
+ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool"
+USES: tuple[Need, ...] = (
+    f"{SLOTS}.available_size",
+    f"{ROWS}.available_size",
+    "sglang.srt.mem_cache.registry.TreeCacheBuildContext.params",
+    "sglang.srt.mem_cache.cache_init_params.CacheInitParams.token_to_kv_pool_allocator",
+    "sglang.srt.mem_cache.cache_init_params.CacheInitParams.req_to_token_pool",
+)
 # Parts of a UnifiedRadixCache that KvEvidence counts; a part of another name holds something that it doesn't.
 COUNTED_PARTS = ("full", "swa", "mamba")
 
@@ -33,16 +40,13 @@ class Free:
 _when_empty: Free | None = None
 
 
-def install(hook: str) -> str:
-    return registry.attach(hook, [(TREE, "after", _after_tree)])
+def plan() -> Plan:
+    return Plan(((TREE, "after", _after_tree),), USES)
 
 
 def _after_tree(tree: Any, ctx: Any, *args: Any, **kwargs: Any) -> Any:
     global _when_empty
-    try:
-        _when_empty = free(ctx.params.token_to_kv_pool_allocator, ctx.params.req_to_token_pool)
-    except Exception:  # the report then says that it is missing, and the controller refuses the engine
-        log.exception("reef-slime: the free slots of an empty engine can't be counted")
+    _when_empty = free(ctx.params.token_to_kv_pool_allocator, ctx.params.req_to_token_pool)
     return tree
 
 

@@ -1,11 +1,11 @@
-"""Says in meta_info which weights sampled each output token: `weight_versions`, as SGLang does from 0.5.23.
+"""Says in meta_info which weights sampled each output token: `weight_versions`, as SGLang does from 0.5.19.
 
-Needed in 0.5.15.post1, whose response bears one `weight_version`: the label at the moment it was sent
-(managers/tokenizer_manager.py:1893), which a request that lived through a publication claims for every token.
+Needed up to 0.5.18, whose response bears one `weight_version`: the label at the moment it was sent (0.5.15.post1,
+managers/tokenizer_manager.py:1893), which a request that lived through a publication claims for every token.
 
 At each weight mutation the tokens that a request has sampled so far are noted against the epoch that ends, those under
 way included (kv_spans.py, `sampled_tokens`). Spans of one name are one span. They come with the last chunk of a stream,
-where 0.5.23 gives those so far with every chunk.
+where SGLang from 0.5.19 on gives those so far with every chunk.
 """
 
 from __future__ import annotations
@@ -16,25 +16,32 @@ from typing import Any
 from slime_backend import wire
 from slime_backend.engine_plugin import egress, epoch, generation, registry
 from slime_backend.engine_plugin.epoch import EPOCH
-from slime_backend.engine_plugin.kv_spans import PREFILL, sampled_tokens
+from slime_backend.engine_plugin.generation import BATCH, REQ
+from slime_backend.engine_plugin.kv_spans import NO_OUTPUT, PREFILL, SAMPLED_USES, sampled_tokens
+from slime_backend.engine_plugin.names import IMPORTED, Sglang
+from slime_backend.engine_plugin.registry import Plan
 
 HOOK = "sampled_spans"
+USES = (f"{BATCH}.reqs", f"{REQ}.output_ids_through_stop", *SAMPLED_USES)
 
 # Request -> (epoch that ended, output tokens sampled until then). Weak: SGLang may drop a request without finishing it.
 _marks: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 def install() -> str:
-    if generation.reports_sampled_spans():
-        return wire.NOT_NEEDED
-    status = epoch.install(HOOK)
+    status = registry.install(HOOK, plan(IMPORTED))
     if status == wire.ACTIVE:
-        status = registry.attach(HOOK, [(PREFILL, "before", _before_prefill)])
-    if status == wire.ACTIVE:
-        status = egress.install(HOOK, [wire.SAMPLED_SPANS_KEY], _spans_of)
-    if status == wire.ACTIVE:
-        EPOCH.on_end(_on_epoch_end)
+        egress.provide([wire.SAMPLED_SPANS_KEY], _spans_of)
+        EPOCH.on_end(_on_epoch_end, HOOK)
     return status
+
+
+def plan(sglang: Sglang) -> Plan:
+    if generation.reports_sampled_spans(sglang):
+        return Plan(instead=wire.NOT_NEEDED)
+    if generation.serves_by_rust(sglang):
+        return Plan(instead=NO_OUTPUT)
+    return epoch.plan(sglang) + egress.plan() + Plan(((PREFILL, "before", _before_prefill),), USES)
 
 
 def spans(marks: list[tuple[int, int]], sampled: int) -> list[wire.Span]:

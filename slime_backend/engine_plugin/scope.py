@@ -1,8 +1,8 @@
 """Radix-cache entries carry the weight epoch they were computed under, and a publication sweeps the older ones.
 
-Lets requests keep their KV across a publication while others share prefixes. Written for SGLang 0.5.23 and needed in
-every version: a match looks at tokens, `extra_key` and `cache_salt` only (mem_cache/common.py:193), so after an update
-it hands out prefixes that the old weights computed. Four rules:
+Lets requests keep their KV across a publication while others share prefixes. Works with SGLang 0.5.22 and 0.5.23 (the
+lines below) and is needed in every version: a match looks at tokens, `extra_key` and `cache_salt` only
+(mem_cache/common.py:193), so after an update it hands out prefixes that the old weights computed. Four rules:
 
     stamp     a request that holds no KV gets the current epoch into its key, each time before it is matched
               (common.py:221, schedule_policy.py:346): the epoch of its admission to prefill, never of its arrival
@@ -15,7 +15,8 @@ what a caller chose, and the LoRA id that SGLang appends to it, stays whole behi
 entry bears a stamp no caller's key can pass for one. `cache_salt` is left alone.
 
 Inactive, with the reason, where KV is kept or lent past the key: streaming sessions, HiCache and its storage, external
-caches, disaggregated prefill and decode.
+caches, disaggregated prefill and decode. Up to 0.5.21 a request's key is read in four places, none of them a function
+of its own, so the hook isn't active there and `scoped` is refused at admission.
 """
 
 from __future__ import annotations
@@ -27,13 +28,32 @@ from typing import Any
 from slime_backend import wire
 from slime_backend.engine_plugin import epoch, registry
 from slime_backend.engine_plugin.epoch import EPOCH
+from slime_backend.engine_plugin.generation import CONTEXT, PREFIX_CACHE, RECORD, REQ, SCHEDULER
 from slime_backend.engine_plugin.kv_evidence import counters
+from slime_backend.engine_plugin.names import IMPORTED, Need, Sglang
+from slime_backend.engine_plugin.pools import SLOTS
+from slime_backend.engine_plugin.registry import Plan
 
 HOOK = "scope"
 COMMON = "sglang.srt.mem_cache.common"
 IN_BATCH = "sglang.srt.managers.schedule_policy.SchedulePolicy._compute_prefix_matches"
 TREE = "sglang.srt.mem_cache.registry.create_tree_cache"
 TREE_CLASS = "UnifiedRadixCache"  # its subclasses put KV elsewhere; the other trees have no epoch-wide sweep
+UNIFIED = f"sglang.srt.mem_cache.unified_radix_cache.{TREE_CLASS}"
+BASE = "sglang.srt.mem_cache.base_prefix_cache"
+USES: tuple[Need, ...] = (
+    *(f"{REQ}.{name}" for name in ("extra_key", "skip_radix_cache_insert")),
+    *(f"{RECORD}.{name}" for name in ("holds_kv", "retraction_backup")),
+    *(f"{UNIFIED}.{name}" for name in ("linker", "cache_controller", "token_to_kv_pool_allocator", "evict")),
+    *(f"{PREFIX_CACHE}.{name}_evictable_size" for name in ("full", "swa")),
+    *(f"{PREFIX_CACHE}.supports_{name}" for name in ("swa", "mamba")),
+    *(f"{BASE}.EvictParams.{name}" for name in ("num_tokens", "swa_num_tokens", "mamba_num")),
+    f"{BASE}.EvictResult.num_tokens_evicted",
+    f"{UNIFIED}.mamba_evictable_size",
+    *(f"{SLOTS}.free_group_{name}" for name in ("begin", "end")),
+    f"{SCHEDULER}.tree_cache",
+    *(f"{CONTEXT}.get_{name}" for name in ("disagg", "memory", "serving")),
+)
 
 
 @dataclass(slots=True)
@@ -53,27 +73,26 @@ _stamps: weakref.WeakKeyDictionary[Any, Stamp] = weakref.WeakKeyDictionary()
 
 def install() -> str:
     """Attach; active once the scheduler has built a tree that can be scoped."""
-    status = epoch.install(HOOK)
+    status = registry.install(HOOK, plan(IMPORTED))
     if status != wire.ACTIVE:
         return status
-    status = registry.attach(
-        HOOK,
-        [
-            (TREE, "after", _after_tree),
-            # The in-batch match of a cache-aware policy reads the key before it calls match_kv_cache
-            # (schedule_policy.py:354): unstamped, a group of equal prompts would be prefilled twice. Other policies
-            # don't look at the whole queue at every step, and neither does this.
-            (IN_BATCH, "before", _before_in_batch),
-            (f"{COMMON}.match_kv_cache", "before", _before_match),
-            (f"{COMMON}.touch_waiting_prefix", "before", _before_match),
-            (f"{COMMON}.checkpoint_kv_cache", "before", _before_checkpoint),
-            (f"{COMMON}.release_kv_cache", "around", _around_release),
-        ],
-    )
-    if status != wire.ACTIVE:
-        return status
-    EPOCH.on_end(_on_epoch_end)
+    EPOCH.on_end(_on_epoch_end, HOOK)
     return "this process has built no radix cache"
+
+
+def plan(sglang: Sglang) -> Plan:
+    functions: tuple[registry.HookFunction, ...] = (
+        (TREE, "after", _after_tree),
+        # The in-batch match of a cache-aware policy reads the key before it calls match_kv_cache
+        # (schedule_policy.py:354): unstamped, a group of equal prompts would be prefilled twice. Other policies
+        # don't look at the whole queue at every step, and neither does this.
+        (IN_BATCH, "before", _before_in_batch),
+        (f"{COMMON}.match_kv_cache", "before", _before_match),
+        (f"{COMMON}.touch_waiting_prefix", "before", _before_match),
+        (f"{COMMON}.checkpoint_kv_cache", "before", _before_checkpoint),
+        (f"{COMMON}.release_kv_cache", "around", _around_release),
+    )
+    return epoch.plan(sglang) + Plan(functions, USES)
 
 
 def scoped_key(number: int, caller_key: str | None) -> str:
@@ -157,7 +176,7 @@ def _after_tree(tree: Any, *args: Any, **kwargs: Any) -> Any:
     return tree
 
 
-def _before_in_batch(policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
+def _before_in_batch(schedule: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any) -> None:
     if _scoping:
         number = EPOCH.number
         for req in waiting_queue:
@@ -173,7 +192,8 @@ def _before_checkpoint(req: Any, *args: Any, **kwargs: Any) -> None:
     withhold(req, EPOCH.number)
 
 
-def _around_release(original: Any, req: Any, tree: Any, *args: Any, **kwargs: Any) -> None:
+def _around_release(original: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
+    tree = tree_cache
     if not withhold(req, EPOCH.number):
         original(req, tree, *args, **kwargs)
         return

@@ -1,9 +1,10 @@
 """Keeps one sliding window of KV at each anchor of a prompt, so that prompts which diverge there share what is before.
 
-Needed in SGLang 0.5.23, on models with sliding-window and full-attention layers. There a prefill hands its KV to the
-radix tree once per chunk, and frees all sliding-window KV but the last window first (unified_radix_cache.py:1211,
-mem_cache/common.py:75). A match may end only where one window lies behind it (unified_cache/components/swa.py:357), so
-a prompt that diverges inside an earlier one finds no legal end and computes everything: 0 of 8272 tokens.
+Needed from SGLang 0.5.18 on, on models with sliding-window and full-attention layers, and works from 0.5.22 on, where
+the tree has a checkpoint of its own (the lines below are 0.5.23's). A prefill hands its KV to the radix tree once per
+chunk, and frees all sliding-window KV but the last window first (unified_radix_cache.py:1211, mem_cache/common.py:75).
+A match may end only where one window lies behind it (unified_cache/components/swa.py:357), so a prompt that diverges
+inside an earlier one finds no legal end and computes everything: 0 of 8272 tokens.
 
 At each anchor (anchor_plan.py) this hook lets SGLang's own checkpoint run up to there first, then as asked:
 
@@ -19,7 +20,8 @@ SGLang learns a branch by missing it: it ends the next such request's checkpoint
 what is behind, the anchors there too. Where a chunk has anchors, the branch becomes one of them instead. A request that
 ends in its prefill (one token of output) hands over all its windows at once, and is kept from ending at a branch.
 
-In the HTTP process a malformed hint is refused (400), and a sound one cut down to what the plan can use.
+In the HTTP process a malformed hint is refused (400), and a sound one cut down to what the plan can use. The Rust
+server (SGLANG_RUST_SERVER) passes hints on as they come: there a malformed one is ignored, with a line in the log.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ from typing import Any
 
 from slime_backend import wire
 from slime_backend.engine_plugin import registry
-from slime_backend.engine_plugin.anchor_plan import Planner, clip, grid_limit, hint
+from slime_backend.engine_plugin.anchor_plan import AnchorError, Planner, clip, grid_limit, hint
+from slime_backend.engine_plugin.generation import CONTEXT, PREFIX_CACHE, RECORD, REQ
 from slime_backend.engine_plugin.message_marks import load_marks
+from slime_backend.engine_plugin.names import IMPORTED, Need, Sglang
+from slime_backend.engine_plugin.registry import Plan
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +45,20 @@ CHECKPOINT = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpo
 TREE = "sglang.srt.mem_cache.registry.create_tree_cache"
 TREE_CLASS = "UnifiedRadixCache"
 TOKENIZE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object"
-FREES_EARLY = "SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS"  # environ.py:728; off in 0.5.15.post1 (:860)
+FREES_EARLY = "SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS"  # on from 0.5.18
+SWITCH = f"sglang.srt.environ.Envs.{FREES_EARLY}"
+UNIFIED = f"sglang.srt.mem_cache.unified_radix_cache.{TREE_CLASS}"
+USES: tuple[Need, ...] = (
+    *(f"{UNIFIED}.{name}" for name in ("components", "linker", "cache_controller", "sliding_window_size", "page_size")),
+    f"{UNIFIED}.token_to_kv_pool_allocator",
+    *(f"{PREFIX_CACHE}.supports_{name}" for name in ("swa", "mamba")),
+    "sglang.srt.mem_cache.unified_cache.component_type.ComponentType.SWA",
+    *(f"{REQ}.{name}" for name in ("swa_branching_seqlen", "origin_input_ids", "sampling_params", "rid", "finished")),
+    f"{RECORD}.cache_protected_len",
+    *(f"{CONTEXT}.get_{name}" for name in ("disagg", "model", "serving")),
+    "sglang.srt.utils.hf_transformers_utils.get_tokenizer",
+    "sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator.size_swa",
+)
 
 # None where this process's tree is left alone.
 _planner: Planner | None = None
@@ -50,28 +68,30 @@ _plans: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDiction
 
 def install() -> str:
     """Attach where SGLang frees a prompt's windows early; active once the scheduler has built a hybrid tree."""
-    frees = frees_early()
-    if frees is None:
-        return f"this SGLang has no {FREES_EARLY}; whether it keeps windows inside a prompt is not known"
-    if not frees:
-        return wire.NOT_NEEDED  # a prompt's windows all reach the tree
-    status = registry.attach(
-        HOOK,
-        [
-            (TREE, "after", _after_tree),
-            (CHECKPOINT, "around", _around_checkpoint),
-            (TOKENIZE, "before", _before_tokenize),
-        ],
-    )
+    status = registry.install(HOOK, _plan_where(frees_early()))
     return status if status != wire.ACTIVE else "this process has built no radix cache"
+
+
+def plan(sglang: Sglang) -> Plan:
+    return _plan_where(sglang.switch(SWITCH))
+
+
+def _plan_where(frees: bool | None) -> Plan:
+    if frees is None:
+        return Plan(instead=f"this SGLang has no {FREES_EARLY}; whether it keeps windows inside a prompt is not known")
+    if not frees:
+        return Plan(instead=wire.NOT_NEEDED)  # a prompt's windows all reach the tree
+    functions: tuple[registry.HookFunction, ...] = (
+        (TREE, "after", _after_tree),
+        (CHECKPOINT, "around", _around_checkpoint),
+        (TOKENIZE, "before", _before_tokenize),
+    )
+    return Plan(functions, USES)
 
 
 def frees_early() -> bool | None:
     """Whether SGLang frees sliding-window KV before the tree sees it; None where it has no such switch."""
-    from sglang.srt.environ import envs
-
-    switch = getattr(envs, FREES_EARLY, None)
-    return None if switch is None else bool(switch.get())
+    return IMPORTED.switch(SWITCH)
 
 
 def status_for(tree: Any) -> str:
@@ -121,10 +141,11 @@ def checkpoint_at_anchors(original: Any, tree: Any, req: Any, planner: Planner, 
 def _plan(planner: Planner, req: Any) -> tuple[int, ...]:
     try:
         return planner.plan(req.origin_input_ids, req.sampling_params.custom_params)
-    except Exception:
-        # Ids of a form that we don't know: such a prompt goes without anchors, and the scheduler lives on.
+    except AnchorError:  # the Rust server passes on what the HTTP process refuses
         log.exception("reef-slime: no anchors for request %s", req.rid)
-        return ()
+    except Exception as error:  # ids of a form that we don't know: such a prompt goes without anchors
+        registry.report_fault((HOOK,), CHECKPOINT, error)
+    return ()
 
 
 def _after_tree(tree: Any, *args: Any, **kwargs: Any) -> Any:

@@ -300,12 +300,14 @@ async def admit(fleet: Fleet, client: EngineClient) -> Member:
 
 async def recognise(fleet: Fleet, member: Member, reports: Sequence[SchedulerReport]) -> None:
     """Compare who reports with who was confirmed. Another process is another engine: it isn't routed until a
-    publication has confirmed it, and it is checked against the policy as at an admission.
+    publication has confirmed it, and it is checked against the policy as at an admission. The same process is checked
+    for hooks that failed since.
 
     Raises EngineUnfit, or EngineError where it doesn't answer; it isn't routed then, either.
     """
     found = instances_of(reports)
     if found == member.instances:
+        _check_hooks_go_on(member, reports)
         return
     if member.instances:
         fleet.demote(member, "it restarted: another process answers at its address")
@@ -313,6 +315,17 @@ async def recognise(fleet: Fleet, member: Member, reports: Sequence[SchedulerRep
             await fleet.withdraw(member)
     check_fit(member.name, await member.client.server_info(), list(reports), fleet.policy, fleet.allow)
     member.hooks, member.instances = _active_hooks(reports), found
+
+
+def _check_hooks_go_on(member: Member, reports: Sequence[SchedulerReport]) -> None:
+    """Raise EngineUnfit where a hook that was active at the admission has failed since: nobody knows what it missed."""
+    for rank, report in named_ranks(reports):
+        for hook in sorted(member.hooks & report.failed_hooks.keys()):
+            why = report.failed_hooks[hook]
+            raise EngineUnfit(
+                f"engine {member.name}, {rank}: its hook {hook} {why}; what it did not see since can't be known, so "
+                "restart the engine"
+            )
 
 
 async def readmit_retired(fleet: Fleet, deadline_s: float = READMIT_S) -> None:

@@ -37,6 +37,17 @@ def test_a_request_of_either_form_says_what_kv_it_holds() -> None:
             7,
             3,
         )
+    between = SimpleNamespace(  # 0.5.16 to 0.5.18: a record that doesn't say whether it holds KV
+        kv=SimpleNamespace(kv_allocated_len=8, swa_evicted_seqlen=0),
+        req_pool_idx=1,
+        kv_committed_len=7,
+        prefix_indices=[4, 5, 6],
+    )
+    assert (generation.holds_kv(between), generation.committed_length(between)) == (True, 7)
+    between.kv, between.req_pool_idx = None, None
+    assert not generation.holds_kv(between)
+    batches = SimpleNamespace(running_batch=SimpleNamespace(reqs=[between]), last_batch=None)  # no cur_batch
+    assert generation.batched_requests(batches) == [between]
     assert not generation.holds_kv(SimpleNamespace(req_pool_idx=None))
     assert generation.holds_kv(SimpleNamespace(req_pool_idx=0))  # row 0 is a row
 

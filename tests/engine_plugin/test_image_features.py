@@ -11,7 +11,7 @@ from sglang.srt.managers import mm_schedule
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 from sglang.srt.models.kimi_vl_moonvit import Learnable2DInterpPosEmb
 
-from slime_backend.engine_plugin import epoch, image_features, kv_evidence
+from slime_backend.engine_plugin import image_features, kv_evidence
 from slime_backend.engine_plugin.epoch import WeightEpoch
 
 
@@ -90,8 +90,7 @@ def test_evidence_listens_under_every_policy(monkeypatch: pytest.MonkeyPatch) ->
     """The hook that every policy needs clears it, not the one that only scoped mode has."""
     own = WeightEpoch(lambda: "v0")
     monkeypatch.setattr(kv_evidence, "EPOCH", own)
-    monkeypatch.setattr(epoch, "_status", "active")
-    monkeypatch.setattr(kv_evidence.registry, "attach", lambda hook, functions: "active")
+    monkeypatch.setattr(kv_evidence.registry, "install", lambda hook, plan: "active")
     assert kv_evidence.install() == "active"
     assert image_features.clear in own._listeners
 

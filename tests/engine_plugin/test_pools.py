@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from tree_only import Cache
 
-from slime_backend.engine_plugin import pools
+from slime_backend.engine_plugin import guard, pools
 from slime_backend.engine_plugin.pools import Free
 
 ROWS = 8
@@ -100,7 +100,12 @@ def test_states_of_linear_attention_layers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_engine_that_was_never_seen_empty_has_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    built(SimpleNamespace(), rows(), monkeypatch)  # an allocator that can't be counted
+    monkeypatch.setattr(pools, "_when_empty", None)
+    faults: list[Exception] = []
+    after_tree = guard.guarded("after", pools._after_tree, faults.append)
+    params = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(), req_to_token_pool=rows())
+    assert after_tree("the tree", SimpleNamespace(params=params)) is None  # to SGLang: the tree stays
+    assert "available_size" in str(faults[0])
     with pytest.raises(LookupError, match="nobody counted the free slots"):
         pools.when_empty()
 

@@ -271,7 +271,7 @@ def test_many_rounds_of_everything_leak_nothing(make: Any) -> None:
 @pytest.mark.parametrize(("frees", "status"), [(False, NOT_NEEDED), (None, "this SGLang has no SGLANG_OPT")])
 def test_where_sglang_keeps_the_windows_the_hook_stays_out(monkeypatch: Any, frees: Any, status: str) -> None:
     monkeypatch.setattr(swa_anchors, "frees_early", lambda: frees)
-    monkeypatch.setattr(swa_anchors.registry, "attach", lambda *a: pytest.fail("it attached"))
+    monkeypatch.setattr(swa_anchors.registry, "_register", lambda *a: pytest.fail("it attached"))
     assert swa_anchors.install().startswith(status)
 
 
