@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# Helpers with asserts of their own: a failure shows the values.
+pytest.register_assert_rewrite("tests.publication_checks", "tests.engine_plugin.checks", "tests.engine_plugin.scoped")
+
 settings.register_profile("no time is asserted", deadline=None)
 settings.load_profile("no time is asserted")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

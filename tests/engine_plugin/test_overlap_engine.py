@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from checks import (
+
+from slime_backend.evidence import why_not_loaded
+from slime_backend.policy import decide
+from tests.engine_plugin.checks import (
     TOLERANCE,
     audit_difference,
     check_form,
@@ -16,11 +19,8 @@ from checks import (
     prompt,
     reset,
 )
-from engine_api import Api, Serve
-from tiny_models import Reference
-
-from slime_backend.evidence import why_not_loaded
-from slime_backend.policy import decide
+from tests.engine_plugin.engine_api import Api, Serve
+from tests.engine_plugin.tiny_models import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]  # make test has overlap in test_scope_engine
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_api import Api, Endless, Serve
 
 from slime_backend.engine_plugin import paused_sleep
 from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
 from slime_backend.wire import ACTIVE
+from tests.engine_plugin.engine_api import Api, Endless, Serve
 from tests.waiting import wait_until
 
 AWAKE_S, DEADLINE_S = 1.0, 30.0  # of CPU that a scheduler which doesn't sleep has used up by the deadline

@@ -20,10 +20,9 @@ from slime_backend.config import RunConfig
 from slime_backend.local_trainer import loop
 from slime_backend.local_trainer.audit_beside import AuditBeside
 from slime_backend.provenance.ledger import Ledger
+from tests.local_trainer.fake_runs import fake_fleet
 from tests.processes import below_with
 from tests.waiting import wait_until
-
-from .test_loop_staleness import fake_fleet
 
 STARTING = """
 import pathlib, sys, time
@@ -124,7 +123,7 @@ def test_it_is_stopped_with_a_run_that_fails(config, tmp_path):
     beside = AuditBeside(config, tmp_path)
     with Ledger(tmp_path):
         beside.start()
-        wait_until(followers, "the audit runs")
+        wait_until(lambda: below_with("--follow"), "the audit runs")
         beside.stop()
         beside.stop()
     assert not below_with("--follow")

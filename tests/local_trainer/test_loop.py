@@ -20,8 +20,7 @@ from slime_backend.provenance.report import write
 from slime_backend.provenance.tracker import Tracker
 from slime_backend.publication import EngineOutcome, PublicationReport
 from slime_backend.runs import RunError
-
-from ..provenance.examples import example
+from tests.provenance.examples import example
 
 STEPS, GROUP = 3, 2
 

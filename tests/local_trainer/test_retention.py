@@ -15,8 +15,7 @@ from slime_backend.local_trainer.models import load_model
 from slime_backend.local_trainer.retention import audit_is_behind, prune, removable
 from slime_backend.provenance import audit_follow
 from slime_backend.provenance.audit import AuditResult, audit_run
-
-from ..provenance.conftest import MadeRun, pure, recomputed
+from tests.provenance.conftest import MadeRun, pure, recomputed
 
 PRESENT = [f"v{i}" for i in range(11)] + ["base", "v", "v1.bak"]
 

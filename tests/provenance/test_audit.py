@@ -15,8 +15,7 @@ from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling import Sample
 from slime_backend.provenance.scorer import Scorer
 from slime_backend.wire import KvSegment, Prefill
-
-from .conftest import OUTPUT, PROMPT, carried, pure, recomputed, span
+from tests.provenance.conftest import OUTPUT, PROMPT, carried, pure, recomputed, span
 
 TRUE = {
     "pure": pure("v1"),

@@ -22,9 +22,8 @@ from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.ledger_catch_up import is_written
 from slime_backend.provenance.segments import Tail, list_segments
+from tests.provenance.conftest import carried, pure
 from tests.waiting import wait_until
-
-from .conftest import carried, pure
 
 LONG = 60.0  # a deadline that isn't meant to come
 

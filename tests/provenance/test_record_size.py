@@ -16,8 +16,7 @@ from slime_backend.provenance.segments import read_rollouts
 from slime_backend.provenance.stored_segments import restore, shorten
 from slime_backend.simulation.made_rollouts import made
 from slime_backend.wire import Span
-
-from .examples import SEGMENTS, example
+from tests.provenance.examples import SEGMENTS, example
 
 PROMPT, EACH = 1200, 64  # output tokens between two publications
 LIMIT = 2048

@@ -16,9 +16,8 @@ from slime_backend.provenance.sampling_params import (
     scored_temperature,
     transforming,
 )
-
-from .conftest import pure
-from .examples import example
+from tests.provenance.conftest import pure
+from tests.provenance.examples import example
 
 CHANGES_LOGITS = {
     "frequency_penalty": 0.5,

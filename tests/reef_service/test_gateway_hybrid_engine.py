@@ -15,8 +15,8 @@ import pytest
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.wire import ANCHORS_HOOK
+from tests.reef_service.engine_gateway import gateway_on_fleet
 from tests.reef_service.harness import Client
-from tests.reef_service.test_gateway_engine import gateway_on_fleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]  # make test has the gateway on a dense engine
 

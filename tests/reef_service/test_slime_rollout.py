@@ -15,8 +15,7 @@ import pytest
 
 from reef_service import slime_rollout
 from reef_service.client import BatchClient, GatewayError
-from tests.reef_service.harness import gateway_on, until
-from tests.reef_service.test_training import scored
+from tests.reef_service.harness import gateway_on, scored, until
 
 
 class StandIn:

@@ -12,8 +12,7 @@ from slime_backend.provenance.audit import audit_run
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.ledger_index import Query
 from slime_backend.provenance.ledger_reader import open_reader
-
-from ..wandb_files import read_wandb
+from tests.wandb_files import read_wandb
 
 pytestmark = [pytest.mark.slime, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,8 +12,7 @@ from slime_backend.slime_hooks import engine as engine_hooks
 from slime_backend.slime_hooks import router
 from slime_backend.slime_hooks.engine import WrongEngineError, check_identity, hooks_for
 from slime_backend.wire import HOOKS_VARIABLE
-
-from .fake_router import FakeRouter
+from tests.slime_hooks.fake_router import FakeRouter
 
 
 class HTTPError(Exception):

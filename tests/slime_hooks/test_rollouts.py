@@ -23,8 +23,7 @@ from slime_backend.provenance.report.run_files import read_run
 from slime_backend.slime_hooks import rollouts
 from slime_backend.slime_hooks.generate_calls import METADATA_KEY, note_call
 from slime_backend.slime_hooks.rollout_flags import CORRECT, set_rollout_functions
-
-from .samples import FakeSample, answer
+from tests.slime_hooks.samples import FakeSample, answer
 
 PROMPT = 6
 SLIME_FLAGS = {

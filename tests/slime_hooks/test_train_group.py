@@ -11,13 +11,14 @@ from slime_backend.policy import decide
 from slime_backend.slime_hooks import disk_reload, train_group
 from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
 from tests.checkpoint_faults import FAULTS
+from tests.slime_hooks.publishing import engines_and_publisher
+from tests.slime_hooks.stub_ray import StubActor, StubMethod
 
-from .test_publisher import engines_and_publisher
-from .test_updaters import StubActor, StubMethod, stub_ray  # noqa: F401
+pytestmark = pytest.mark.usefixtures("stub_ray")
 
 
 @pytest.fixture
-def job(tmp_path, stub_ray):  # noqa: F811
+def job(tmp_path, stub_ray):
     """(group, module, fakes, router): a RayTrainGroup with two engines, changed by us."""
 
     class RayTrainGroup:

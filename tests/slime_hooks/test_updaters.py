@@ -18,51 +18,10 @@ from slime_backend.slime_hooks import updaters
 from slime_backend.slime_hooks.errors import EngineRejectedUpdate
 from slime_backend.slime_hooks.rank_link import link_of
 from slime_backend.slime_hooks.updaters import _put_behind_transaction, broadcast
+from tests.slime_hooks.publishing import engines_and_publisher
+from tests.slime_hooks.stub_ray import StubActor
 
-from .test_publisher import engines_and_publisher
-
-
-class RayError(Exception):
-    pass
-
-
-@pytest.fixture(autouse=True)
-def stub_ray(monkeypatch):
-    """A reference is a function; `get` calls it."""
-    ray = ModuleType("ray")
-    ray.exceptions = SimpleNamespace(RayError=RayError)
-    ray.put = lambda value: lambda: value
-
-    def get(reference, timeout=None):
-        return [get(r) for r in reference] if isinstance(reference, list) else reference()
-
-    ray.get, ray.kill = get, lambda actor: None
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    return ray
-
-
-class StubMethod:
-    def __init__(self, function):
-        self.function = function
-
-    def remote(self, *args, **kwargs):
-        result = self.function(*args, **kwargs)
-        return lambda: result
-
-
-class StubActor:
-    """slime's engine actor: what reached it is in `calls`."""
-
-    def __init__(self, engine):
-        self.engine, self.calls = engine, []
-        self._actor_id = SimpleNamespace(hex=lambda: engine.key)
-
-    def __getattr__(self, name):
-        if name == "reef_address":
-            return StubMethod(lambda: (self.engine.url, self.engine.router))
-        if name == "reef_route":
-            return StubMethod(self.engine.route)
-        return StubMethod(lambda *args, **kwargs: self.calls.append(name))
+pytestmark = pytest.mark.usefixtures("stub_ray")
 
 
 class StubUpdater:

@@ -18,8 +18,7 @@ from slime_backend.provenance.differences import Differences
 from slime_backend.provenance.sampling import Plan
 from slime_backend.provenance.summary import write_summary
 from slime_backend.publication import EngineOutcome, PublicationReport
-
-from ..examples import SEGMENTS, example
+from tests.provenance.examples import SEGMENTS, example
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>\"'><img src=http://evil.invalid/x onerror=document.title='owned'>"
