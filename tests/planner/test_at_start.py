@@ -15,7 +15,6 @@ from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.config import ConfigError, make_config
 from slime_backend.kv_holders import REFUSED, unhandled
 from slime_backend.local_trainer.auto_sharing import resolve
-from slime_backend.planner import at_start
 from slime_backend.planner.at_start import StartFacts, choose, info_of_flags, safe_modes
 from slime_backend.planner.traffic import Traffic
 from slime_backend.policy import PolicyError, decide
@@ -44,13 +43,6 @@ PRESENT = {
     "lora": {"enable_lora": True},
     "tokenizer_workers": {"tokenizer_worker_num": 2},
 }
-
-
-def test_much_in_flight_and_much_to_share_is_scoped():
-    choice = choose(FACTS)
-    assert choice.sharing == "scoped"
-    assert choice.why.startswith("the planner expects off to take ")
-    assert "\n" not in choice.why
 
 
 @pytest.mark.parametrize(
@@ -144,20 +136,6 @@ def test_a_config_is_resolved_before_a_policy_is_decided():
     assert "nothing is known" in choice.why
 
 
-def test_a_word_of_the_policy_is_left_alone():
-    config = make_config({"disjoint_prefix_sharing": "off"}, "test")
-    assert resolve(config, trains=True) == (config, None)
-
-
-@pytest.mark.usefixtures("_sglang")
-def test_the_flags_of_the_engines_count():
-    config = make_config({"disjoint_prefix_sharing": "auto", "engine_flags": ["--enable-lora"]}, "test")
-    resolved, choice = resolve(config, trains=True)
-    assert resolved.disjoint_prefix_sharing == "off"
-    assert choice is not None
-    assert "lora" in choice.why
-
-
 @pytest.mark.usefixtures("_sglang")
 def test_a_setting_that_contradicts_the_choice_is_refused():
     data = {"disjoint_prefix_sharing": "auto", "engine_flags": ["--enable-lora"], "disable_radix_cache": False}
@@ -205,10 +183,8 @@ def slime_args(monkeypatch, sglang="0.5.23", **changes) -> SimpleNamespace:
         ({"rollout_max_prompt_len": None}, "off", "prompts of 512 tokens"),
         # Nothing is in flight when slime's own loop publishes, so there is nothing to keep.
         ({"rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout"}, "retract", "0 in flight"),
-        ({"rollout_external_engine_addrs": ["10.0.0.1:30000"]}, "off", "--rollout-external-engine-addrs"),
         ({"sglang_config": "groups.yaml"}, "off", "--sglang-config"),
         ({"sglang_enable_lora": True}, "off", "lora"),
-        ({"sglang_disable_radix_cache": True}, "off", "nothing to share"),
         ({"rollout_max_response_len": None}, "retract", "nothing is known of the traffic"),
         ({"colocate": True}, "retract", "colocated"),
     ],
@@ -221,17 +197,3 @@ def test_slime_gets_one_decision_of_it(monkeypatch, changes, sharing, why):
     assert args.sglang_disable_radix_cache == (not policy.radix_cache)
     assert args.pause_generation_mode == policy.pause_mode
     assert why in args.reef_sharing_reason
-
-
-def test_without_auto_nothing_is_chosen(monkeypatch):
-    args = slime_args(monkeypatch, disjoint_prefix_sharing="retract")
-    configure_sglang_runtime(args)
-    assert not hasattr(args, "reef_sharing_reason")
-
-
-def test_a_missing_package_is_an_unknown_version(monkeypatch):
-    def missing(name):
-        raise at_start.importlib.metadata.PackageNotFoundError
-
-    monkeypatch.setattr(at_start.importlib.metadata, "version", missing)
-    assert at_start.installed_sglang() is None
