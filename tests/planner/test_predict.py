@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slime_backend.planner.predict import ABORT_POLL_S, predict, predict_all, renewal, seconds_for
@@ -20,6 +20,7 @@ from slime_backend.planner.work import POLICIES, Mode
 # end, so with answers of a token or two more can be less. Where the work goes on, these hold for any traffic.
 KEPT: tuple[Mode, ...] = ("off", "scoped")
 SLACK = 1 + 1e-9
+FEW = settings(max_examples=30)
 
 
 @st.composite
@@ -40,6 +41,7 @@ def traffics(draw) -> Traffic:
 speeds = st.builds(Speeds, st.floats(500, 5e4), st.floats(100, 2e4), st.floats(0, 2), st.floats(0, 0.01))
 
 
+@FEW
 @given(traffics(), speeds, st.sampled_from(KEPT), st.floats(1, 10))
 def test_rarer_publications_never_mean_fewer_finished_tokens_or_more_lag(traffic, engine, mode, times):
     often = predict(mode, traffic, engine)
@@ -49,6 +51,7 @@ def test_rarer_publications_never_mean_fewer_finished_tokens_or_more_lag(traffic
     assert rarely.mixed_share <= often.mixed_share * SLACK
 
 
+@FEW
 @given(traffics(), speeds)
 def test_scoped_prefills_least_and_is_never_slower_than_another_policy(traffic, engine):
     assume(traffic.in_flight >= traffic.group)  # else a retract may leave more of the common beginning behind
@@ -63,6 +66,7 @@ def test_scoped_prefills_least_and_is_never_slower_than_another_policy(traffic, 
             assert found["scoped"].tokens_per_s >= (found[mode].tokens_per_s - gained) / slack
 
 
+@FEW
 @given(traffics(), speeds)
 def test_what_is_predicted_is_possible(traffic, engine):
     for found in predict_all(traffic, engine).values():
@@ -169,6 +173,7 @@ def test_a_crossover_is_where_the_recommendation_changes():
     assert crossovers(PERIODS, by_period(EASY), ENGINE)
 
 
+@FEW
 @given(traffics(), speeds, st.sampled_from(POLICIES), st.floats(1, 1000))
 def test_the_time_for_so_many_requests_is_the_period_in_which_they_are_finished(traffic, engine, mode, requests):
     """`seconds_for` and `predict` are one formula, solved for one unknown or the other."""
@@ -178,6 +183,7 @@ def test_the_time_for_so_many_requests_is_the_period_in_which_they_are_finished(
     assert found.tokens_per_s * seconds / traffic.answer == pytest.approx(requests, rel=1e-6)
 
 
+@FEW
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=300))
 def test_quantiles_keep_the_order_and_the_mean(lengths):
     found = quantiles(lengths)
