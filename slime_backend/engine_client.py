@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from slime_backend.engine_keys import EngineKeys
 from slime_backend.errors import EngineFault
@@ -123,7 +123,7 @@ class EngineClient:
     async def close(self) -> None:
         self._channel.close()
 
-    async def __aenter__(self) -> EngineClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -461,7 +461,7 @@ class AnswerStream:
             raise _refused(self._engine, what, code, str(fault))
         if "meta_info" not in answer or "output_ids" not in answer:
             raise EngineProtocolError(self._engine, what, f"no output_ids or meta_info in {_one_line(str(answer))}")
-        return answer  # type: ignore[no-any-return]
+        return answer
 
 
 def _loads(data: bytes) -> Any:

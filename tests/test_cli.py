@@ -23,6 +23,7 @@ def call(monkeypatch, capfd):
         with pytest.raises(SystemExit) as ended:
             cli.main()
         out, err = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
         return subprocess.CompletedProcess(args, ended.value.code, out, err)
 
     return called

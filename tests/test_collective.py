@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,9 @@ from slime_backend.transports.collective import CollectiveTransport, _Waiting
 ENGINES = 200
 
 
-class Client:
-    def __init__(self, name):
-        self.name = name
+def client(name: str) -> Any:
+    """What stands for an EngineClient."""
+    return SimpleNamespace(name=name)
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def test_engines_that_come_and_go_while_the_trainer_looks(loop):
         running = asyncio.get_running_loop()
         while not stop.is_set():
             for number in range(ENGINES):
-                transport._waiting[f"e{number}"] = _Waiting(Client(f"e{number}"), running.create_future())
+                transport._waiting[f"e{number}"] = _Waiting(client(f"e{number}"), running.create_future())
             await asyncio.sleep(0)
             for number in range(ENGINES):
                 waiting = transport._waiting.pop(f"e{number}")
@@ -63,7 +65,7 @@ def test_what_is_settled_and_what_is_returned_are_the_same_engines(loop):
 
     async def two():
         for name in ("a", "b", "late"):
-            transport._waiting[name] = _Waiting(Client(name), asyncio.get_running_loop().create_future())
+            transport._waiting[name] = _Waiting(client(name), asyncio.get_running_loop().create_future())
         transport._waiting["late"].sent.cancel()
 
     loop.submit(two()).result(30)

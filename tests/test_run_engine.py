@@ -81,7 +81,7 @@ def test_the_main_job_scoped(tmp_path, models_dir):
 
     Stale tokens are masked, and the rollouts outgrow one segment; the audit follows them beside the run.
     """
-    settings = (*SMALL, "name=scoped", "disjoint_prefix_sharing=scoped", "engines=1", "wandb=disabled")
+    settings: tuple[str, ...] = (*SMALL, "name=scoped", "disjoint_prefix_sharing=scoped", "engines=1", "wandb=disabled")
     settings = (*settings, "staleness=mask_tokens", "max_version_lag=0", "rollouts_segment_mib=0.2")
     settings = (*settings, "audit_beside=true", "audit_rollouts=100")  # 86 find one contaminated in 20 of these
     done = finish(command("cpu_tiny.yaml", tmp_path, models_dir, *settings))

@@ -183,7 +183,7 @@ def stronger(one: str, other: str) -> str:
     """The class of both together. "" (unknown) wins: a trajectory is known only where all of it is."""
     if not one or not other:
         return ""
-    return max(one, other, key=CLASSES.index)  # type: ignore[arg-type]
+    return max(one, other, key=CLASSES.index)
 
 
 def record_of(row: RowMapping, *, group: str = "", reward: float = 0.0) -> RolloutRecord:

@@ -35,7 +35,7 @@ def _accelerator_class() -> type:
     import torch
     from slime.utils.accelerator.base import Accelerator
 
-    class CpuAccelerator(Accelerator):  # type: ignore[misc]
+    class CpuAccelerator(Accelerator):
         """One device, `cpu`, with gloo for everything that would be NCCL."""
 
         name = "cpu"

@@ -21,7 +21,7 @@ from megatron.core.transformer.module import MegatronModule
 Tensor = torch.Tensor
 
 
-class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+class NormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm, then the column-parallel linear layer; named as Transformer Engine names its fused one."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
@@ -35,7 +35,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
         return super().forward(normed, *args, **kwargs)
 
 
-class PackedAttention(MegatronModule):  # type: ignore[misc]
+class PackedAttention(MegatronModule):
     """Causal attention, one call per packed sequence.
 
     q [T, H, D] and k, v [T, KV, D] with `packed_seq_params` (T tokens of all sequences) -> [T, H * D];

@@ -73,7 +73,7 @@ def install() -> None:
     cuda.get_device_properties = lambda device=None: SimpleNamespace(
         major=10, minor=0, name="cpu", total_memory=0, uuid="cpu"
     )
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment,misc]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

@@ -54,7 +54,7 @@ def by_length(counts: Sequence[int]) -> list[list[int]]:
     return list(buckets.values())
 
 
-class CpuAttentionBackend(TorchNativeAttnBackend):  # type: ignore[misc]
+class CpuAttentionBackend(TorchNativeAttnBackend):
     """Per pass: `init_forward_metadata`, then one `forward_*` per layer; layers share the index tensors."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:

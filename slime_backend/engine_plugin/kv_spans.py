@@ -135,7 +135,7 @@ def _streamer_class(cls: type, scheduler: Any) -> type:
 def reporting_streamer(base: Any) -> type:
     """A subclass of SGLang's streamer, always the same one for the same base."""
 
-    class ReportingStreamer(base):  # type: ignore[misc]
+    class ReportingStreamer(base):
         """Adds our two keys to what the base class emits."""
 
         __slots__ = ()

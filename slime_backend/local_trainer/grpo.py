@@ -293,7 +293,7 @@ def grpo_step(
     leaves = prefix.detached()
     trained = Trained()
     for loss in part_losses(model, leaves, batch, batch.parts(config), config, trained):
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     prefix.backward(leaves)
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm))
     if not math.isfinite(norm) or not math.isfinite(trained.loss):

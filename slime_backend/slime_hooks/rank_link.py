@@ -119,4 +119,4 @@ class Leader:
 def link_of(updater: Any) -> Link:
     if not hasattr(updater, "reef_link"):
         updater.reef_link = Link(updater.args)
-    return updater.reef_link  # type: ignore[no-any-return]
+    return updater.reef_link

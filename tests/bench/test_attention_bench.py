@@ -61,7 +61,7 @@ def test_a_prefix_hit_is_timed_on_both_with_the_same_prompts(engines: Any, run_a
     assert row.holds
     assert engines["peer"].asked == engines["ours"].asked
     assert len(engines["ours"].asked) == 1 + 1 + 3  # the prefix, a round to warm up, three that count
-    assert re.fullmatch(attention.PLOTS[0].cases, row.case)["x"] == "10000"  # type: ignore[index]
+    assert re.fullmatch(attention.PLOTS[0].cases, row.case)["x"] == "10000"
 
 
 def test_what_is_no_hit_is_not_timed(engines: Any, clock: Any, run_async: Any) -> None:

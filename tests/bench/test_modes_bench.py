@@ -242,7 +242,7 @@ def made(**by_mode: tuple[float, float]) -> ModeResults:
         for mode in [*MODES, "scoped"]:
             rate, prefilled = by_mode[mode]
             results.slices.append(
-                Slice(mode, 2.0, seed, 10.0, 5, 10, int(rate * 10), 0, int(prefilled), 0.5, 0.5, 20.0)  # type: ignore[arg-type]
+                Slice(mode, 2.0, seed, 10.0, 5, 10, int(rate * 10), 0, int(prefilled), 0.5, 0.5, 20.0)
             )
     return results
 

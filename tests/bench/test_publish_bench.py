@@ -58,7 +58,7 @@ def test_an_engine_that_does_not_flush_is_no_result(run_async: Any) -> None:
 
 
 def measured(slime_ms: float, our_ms: float) -> Measured:
-    phases = {"pause_ms": 1.0, "flush_ms": our_ms - 1, "label_ms": 2.0, "resume_ms": 3.0}
+    phases: dict[str, Any] = {"pause_ms": 1.0, "flush_ms": our_ms - 1, "label_ms": 2.0, "resume_ms": 3.0}
     engines = [EngineOutcome(f"e{i}", **phases, paused_ms=our_ms + 3 + i) for i in range(2)]
     report = PublicationReport("v1", "v0", "p", "none", verified_ms=our_ms, wall_ms=our_ms + 5, engines=engines)
     stops = [Stop(slime_ms, slime_ms + 5)] * 3

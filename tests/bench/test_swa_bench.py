@@ -34,7 +34,7 @@ def test_the_wall_of_a_fan_out_is_in_its_plot() -> None:
     pairs = [(replace(answer(0, 9), seconds=0.5), replace(answer(9, 9), seconds=0.1)) for _ in range(3)]
     row = swa.wall_row(512, pairs, 5)
     assert (row.peer, row.ours, row.ratio, row.holds) == (500, 100, 5, True)
-    assert re.fullmatch(swa.PLOTS[0].cases, row.case)["x"] == "512"  # type: ignore[index]
+    assert re.fullmatch(swa.PLOTS[0].cases, row.case)["x"] == "512"
     assert not swa.wall_row(512, pairs, 5.1).holds
 
 

@@ -73,7 +73,7 @@ def test_an_update_waits_for_the_batch_that_a_pause_left_in_flight(api: Api, den
     off = decide("disjoint", "unsafe")
     for mode, queued in (("in_place", 1), ("retract", 0)):
         reset(api, dense_paths)
-        call = decoding(api, prompt(200), 3000)
+        call = decoding(api, prompt(200))
         at_pause = api.pause(mode)
         api.load(dense_paths["v1"])
         api.label("v1")

@@ -47,7 +47,7 @@ class Worker:
 
 
 class Writer:
-    directory = None
+    directory: str | None = None
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at, self.calls = fails_at, []
@@ -138,8 +138,8 @@ def test_a_summary_that_fails_loses_neither_the_tracker_nor_the_report(train, tm
         raise error
 
     monkeypatch.setattr(loop, "write_summary", fails)
-    monkeypatch.setattr(loop, "report_at_the_end", lambda run_dir, say: reported.append(run_dir))
     reported, writer = [], Writer()
+    monkeypatch.setattr(loop, "report_at_the_end", lambda run_dir, say: reported.append(run_dir))
     with pytest.raises(RunError, match=rf"^no summary: {type(error).__name__}: [^\n]*summary.json is not$"):
         train(Tracker(lambda: writer, "W&B"))
     assert writer.calls[-1] == f"finish {STEPS * GROUP}"

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def run_loop(tmp_path):
         checkpoints(tmp_path / "weights", [f"v{i}" for i in range(10)])
         if behind is not None:
             audit_follow.save(tmp_path, AuditResult(waiting=behind, finished=False))
-        self = SimpleNamespace(
+        self: Any = SimpleNamespace(
             config=SimpleNamespace(keep_versions=keep),
             beside=None if behind is None else object(),
             run_dir=tmp_path,

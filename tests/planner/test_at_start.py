@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from slime_backend.policy import PolicyError, decide
 TRAFFIC = Traffic(prompt=1000, shared=0, group=8, answers=(200.0,), in_flight=64, period_s=1, chunk=2048)
 FACTS = StartFacts("disjoint", TRAFFIC, requests=64, sglang="0.5.23", engine_info={})
 # A setting that makes each holder present.
-PRESENT = {
+PRESENT: dict[str, dict[str, Any]] = {
     "hicache_storage": {"hicache_storage_backend": "file", "enable_hierarchical_cache": True},
     "hicache": {"enable_hierarchical_cache": True},
     "external_cache": {"radix_cache_backend": "flexkv"},

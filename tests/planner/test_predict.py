@@ -58,7 +58,8 @@ def test_scoped_prefills_least_and_is_never_slower_than_another_policy(traffic, 
     found = predict_all(traffic, engine)
     answer_s = traffic.prompt / engine.prefill + math.fsum(traffic.answers) / len(traffic.answers) / engine.decode
     rare = traffic.period_s > 20 * (engine.standstill_s + traffic.in_flight * answer_s)
-    for mode, slack in (("off", SLACK), ("retract", 1.2), ("requeue", 1.2)):
+    others: dict[Mode, float] = {"off": SLACK, "retract": 1.2, "requeue": 1.2}
+    for mode, slack in others.items():
         if mode == "off" or rare:  # see KEPT
             assert found["scoped"].prefilled_per_token <= found[mode].prefilled_per_token * slack
             # Prefilling again gives each in flight a token, and where it is cheap that is faster than decoding it.

@@ -10,6 +10,7 @@ import itertools
 import random
 import shutil
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ class Session:
 
     async def ask(self, ids):
         """All tokens after the answer, and how many of the prompt were found in the cache."""
-        sampling = {"max_new_tokens": 40, "ignore_eos": True}
+        sampling: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
         if not self.anchored:
             sampling["custom_params"] = {"kv_anchors": []}
         body = {"input_ids": ids, "sampling_params": sampling}

@@ -14,17 +14,18 @@ import pytest
 from tests.slime import job_guard
 from tests.slime.jobs import TIMED_OUT, run_job
 
-# Prints its own id and that of a grandchild in a session of its own, whose parent ends at once.
-STRANGER = """
+# Prints its own id and that of a grandchild in a session of its own, whose parent ends at once; each line in one write,
+# as both write to one pipe.
+STRANGER = r"""
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
     os.setsid()
     if os.fork():
         os._exit(0)
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\n" % os.getpid())
     time.sleep(600)
-print(os.getpid(), flush=True)
+os.write(1, b"%d\n" % os.getpid())
 time.sleep(float(sys.argv[1]))
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ class RayError(Exception):
 @pytest.fixture
 def stub_ray(monkeypatch):
     """A reference is a function; `get` calls it."""
-    ray = ModuleType("ray")
+    ray: Any = ModuleType("ray")
     ray.exceptions = SimpleNamespace(RayError=RayError)
     ray.put = lambda value: lambda: value
 

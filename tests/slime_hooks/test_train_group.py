@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def job(tmp_path, stub_ray):
     train_group._publish_in_driver(module)
     with engines_and_publisher(tmp_path / "unused") as (_, engines, router):
         actors = [StubActor(engine) for engine in engines]
-        group = RayTrainGroup()
+        group: Any = RayTrainGroup()
         group.noted = []
         group.args = SimpleNamespace(
             reef_policy=decide("disjoint", "retract"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -88,9 +89,9 @@ def connected(tmp_path, monkeypatch):
         groups.append((len(engines), engine_gpu_counts))
         return f"group of {len(engines)}"
 
-    slime_module = ModuleType("slime.backends.megatron_utils.update_weight.update_weight_from_distributed")
+    slime_module: Any = ModuleType("slime.backends.megatron_utils.update_weight.update_weight_from_distributed")
     slime_module.connect_rollout_engines_from_distributed = connect
-    parent = ModuleType("slime.backends.megatron_utils.update_weight")
+    parent: Any = ModuleType("slime.backends.megatron_utils.update_weight")
     parent.update_weight_from_distributed = slime_module
     for name in ("slime", "slime.backends", "slime.backends.megatron_utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -113,7 +114,8 @@ def connected(tmp_path, monkeypatch):
             rollout_num_gpus_per_engine=1,
         )
         updater = updater_class(args)
-        link_of(updater).ranks = OneRank()
+        link: Any = link_of(updater)
+        link.ranks = OneRank()
         actors = [StubActor(engine) for engine in engines]
         updater.connect_rollout_engines(actors, None, engine_gpu_counts=[1, 2])
         yield updater, actors, [engine.fake for engine in engines], router, groups
