@@ -130,6 +130,18 @@ def test_a_crowded_engine_is_left_alone(fleet):
     assert choose(router, [1], "s") != first
 
 
+def test_among_busy_engines_one_with_half_as_many_again_is_crowded(fleet):
+    router = Router(fleet)
+    first = choose(router, [1], "s")
+    busy = 4 * SLACK
+    for member in fleet.members.values():
+        member.in_flight = busy
+    fleet.members[first].in_flight = busy * 3 // 2
+    assert choose(router, [1], "s") == first
+    fleet.members[first].in_flight = busy * 3 // 2 + 1
+    assert choose(router, [1], "s") != first
+
+
 def test_a_retired_engine_loses_its_sessions(fleet):
     router = Router(fleet)
     first = choose(router, [1], "s")
