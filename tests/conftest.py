@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,23 @@ def run_async() -> Callable[[Awaitable[Any]], Any]:
         return asyncio.run(bounded())
 
     return run
+
+
+@pytest.fixture
+def make_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], str]]:
+    """`make_module(name, text)` writes a module that can be imported until the test ends, and returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = []
+
+    def make(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        names.append(name)
+        return name
+
+    yield make
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="session")
