@@ -71,7 +71,7 @@ def test_every_tensor_rank_of_an_engine_gets_the_tensors() -> None:
         group.connect()
         sent = torch.arange(6.0).view(2, 3)
         group.broadcast([sent])
-        got = dict(answers.get(timeout=20) for _ in ranks)
+        got = dict(answers.get(timeout=60) for _ in ranks)
     finally:
         for process in ranks:
             process.join(20)

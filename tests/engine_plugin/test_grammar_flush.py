@@ -203,7 +203,7 @@ def test_xgrammar_compiles_on_while_the_flush_passes():
     queue = Queue(future)
     queue.manager.grammar_backend.reset = compiler.clear_cache
     threading.Thread(target=compile_it, daemon=True).start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     queue.pause(RETRACT)
     for _ in range(50):
         assert queue.idle(ignore_waiting=True)

@@ -50,7 +50,7 @@ def guarded():
             pipe.close()
 
 
-def gone(ids: list[int], within_s: float = 20.0) -> bool:
+def gone(ids: list[int], within_s: float = 60.0) -> bool:
     until = time.monotonic() + within_s
     while set(ids) & set(job_guard.parents()):
         if time.monotonic() > until:
