@@ -75,12 +75,6 @@ def test_the_goals(slime_ms: float, our_ms: float, holds: tuple[bool, bool]) -> 
     assert split[-1].holds
 
 
-def test_resumed_is_the_last_answer_on_both_sides() -> None:
-    resumed, verified, *_ = publish.resumed_rows(measured(1000, 20), "2 engines")
-    assert (resumed.peer, resumed.ours, resumed.ratio) == (1005, 24, pytest.approx(1005 / 24, abs=0.01))
-    assert (verified.peer, verified.ours, verified.goal) == (None, 25, "-")
-
-
 def test_the_bench_goes_through_its_parts(run_async: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fake engines in the place of real ones, and no more than fit."""
     started: list[int] = []

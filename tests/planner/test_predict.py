@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from slime_backend.planner.predict import ABORT_POLL_S, predict, predict_all, renewal, seconds_for
+from slime_backend.planner.predict import ABORT_POLL_S, predict, predict_all, seconds_for
 from slime_backend.planner.recommend import PERIODS, best, by_period, crossovers, recommend
 from slime_backend.planner.speeds import Speeds
 from slime_backend.planner.traffic import PlanError, Traffic, quantiles
@@ -49,22 +48,6 @@ def test_rarer_publications_never_mean_fewer_finished_tokens_or_more_lag(traffic
     assert rarely.tokens_per_s >= often.tokens_per_s / SLACK
     assert rarely.lag <= often.lag * SLACK
     assert rarely.mixed_share <= often.mixed_share * SLACK
-
-
-@FEW
-@given(traffics(), speeds)
-def test_scoped_prefills_least_and_is_never_slower_than_another_policy(traffic, engine):
-    assume(traffic.in_flight >= traffic.group)  # else a retract may leave more of the common beginning behind
-    found = predict_all(traffic, engine)
-    answer_s = traffic.prompt / engine.prefill + math.fsum(traffic.answers) / len(traffic.answers) / engine.decode
-    rare = traffic.period_s > 20 * (engine.standstill_s + traffic.in_flight * answer_s)
-    others: dict[Mode, float] = {"off": SLACK, "retract": 1.2, "requeue": 1.2}
-    for mode, slack in others.items():
-        if mode == "off" or rare:  # see KEPT
-            assert found["scoped"].prefilled_per_token <= found[mode].prefilled_per_token * slack
-            # Prefilling again gives each in flight a token, and where it is cheap that is faster than decoding it.
-            gained = 0 if mode == "off" else traffic.in_flight / traffic.period_s
-            assert found["scoped"].tokens_per_s >= (found[mode].tokens_per_s - gained) / slack
 
 
 @FEW
@@ -138,22 +121,6 @@ def test_where_publications_leave_no_time_nothing_is_finished():
     assert math.isinf(predict("off", stuck, ENGINE).prefilled_per_token)
     with pytest.raises(PlanError, match="no mode finishes anything; publish less often"):
         recommend(stuck, ENGINE)
-
-
-@pytest.mark.parametrize("budget", [30, 300, 3000, 30_000])
-def test_renewal_is_what_a_simulation_finds(budget):
-    answers = (20.0, 50.0, 200.0, 300.0)
-    chance = random.Random(0)
-    tokens, ended = 0.0, 0
-    for _ in range(4000):
-        left = budget
-        while (answer := chance.choice(answers)) <= left:
-            left -= answer
-            tokens += answer
-            ended += 1
-    found = renewal(answers, budget)
-    assert found[0] == pytest.approx(tokens / 4000, rel=0.05)
-    assert found[1] == pytest.approx(ended / 4000, rel=0.05)
 
 
 def test_the_recommendation_is_the_fastest_or_the_first_among_equals():
