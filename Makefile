@@ -30,7 +30,7 @@ demo: env
 
 # Two pytest processes: the engine tests one after the other, the others next to them.
 test: env
-	@bash scripts/run_tests.sh $(BIN)/python -m "not soak" $(ARGS)
+	@$(BIN)/python scripts/run_tests.py -m "not soak" $(ARGS)
 
 # What needs no engine, on the Python that PYTHON names: 3.11 or 3.12.
 test-unit: env

@@ -22,19 +22,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a serving machine the tests take no device memory
 
+pytest_plugins = ["tests.parts"]  # the option --part
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=["engine", "rest"], help="only the tests with engines, or only all others")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the part that was asked for. Without SGLang the engine tests are skipped instead of failing on an import."""
-    if part := config.getoption("part"):
-        other = [item for item in items if (item.get_closest_marker("engine") is None) == (part == "engine")]
-        config.hook.pytest_deselected(items=other)
-        items[:] = [item for item in items if item not in set(other)]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without SGLang the engine tests can't run; say so instead of failing on an import."""
     if importlib.util.find_spec("sglang") is None:
         reason = pytest.mark.skip(reason="sglang is not installed; make env installs it")
         for item in items:
