@@ -18,9 +18,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_backend.dispatch import OtherVersion, Retries, Sent, wait_routable
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused, EngineUnreachable
 from slime_backend.fleet import Fleet, Member
+from slime_backend.fleet.dispatch import OtherVersion, Retries, Sent, wait_routable
 from slime_backend.provenance.record_checks import why_no_logprobs
 
 STOP_S = 10.0  # for the engine's last word after an abort

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_backend.bench import swa
-from slime_backend.local_trainer.models import byte_tokenizer
+from slime_backend.simulation.models import byte_tokenizer
 
 
 def answer(found: int, total: int) -> swa.Answer:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slime_backend.audit.sampling import Plan
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.sampling import Plan
 from slime_backend.wire import KvSegment, Span
 from tests.engine_plugin.checks import reset
 from tests.engine_plugin.engine_api import Api, Endless

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from slime_backend import publication
 from slime_backend.engine_client import EngineClient
 from slime_backend.evidence import why_not_loaded, why_not_paused
 from slime_backend.fleet import EngineUnfit, Fleet, admit
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, PublicationReport, publish
+from slime_backend.publication import transaction as publication
 from slime_backend.transports.disk import CheckpointTransport
 from tests.engine_plugin.checks import prompt
 from tests.engine_plugin.engine_api import Api, Background, Serve

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
-from slime_backend.local_trainer.models import byte_tokenizer
+from slime_backend.simulation.models import byte_tokenizer
 from slime_backend.wire import ACTIVE, NOT_NEEDED, SchedulerReport
 from tests import tensor_parallel
 from tests.engine_plugin.checks import TOLERANCE, audit_difference, contexts, plain_difference

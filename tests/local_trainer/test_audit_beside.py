@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from slime_backend.config import RunConfig
+from slime_backend.ledger.writer import Ledger
 from slime_backend.local_trainer import loop
 from slime_backend.local_trainer.audit_beside import AuditBeside
-from slime_backend.provenance.ledger import Ledger
 from tests.local_trainer.fake_runs import fake_fleet
 from tests.processes import below_with, is_running, wait_gone
 from tests.waiting import wait_until
@@ -28,7 +28,7 @@ STARTING = """
 import pathlib, sys, time
 from slime_backend.config import RunConfig
 from slime_backend.local_trainer.audit_beside import AuditBeside
-from slime_backend.provenance.ledger import Ledger
+from slime_backend.ledger.writer import Ledger
 run_dir = pathlib.Path(sys.argv[1])
 ledger = Ledger(run_dir)
 beside = AuditBeside(RunConfig(), run_dir)
@@ -85,8 +85,8 @@ def test_an_audit_that_fails_is_made_at_the_end_and_the_training_goes_on(config,
 
 
 def test_news_are_told_once(config, tmp_path):
-    from slime_backend.provenance import audit_follow
-    from slime_backend.provenance.audit import AuditResult, Violation
+    from slime_backend.audit import follow as audit_follow
+    from slime_backend.audit.audit import AuditResult, Violation
 
     beside = AuditBeside(config, tmp_path)
     assert list(beside.news()) == []

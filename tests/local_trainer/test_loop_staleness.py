@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from slime_backend.config import RunConfig
+from slime_backend.ledger.files import list_segments, read_rollouts
 from slime_backend.local_trainer import loop
 from slime_backend.provenance.jsonl import read_jsonl
-from slime_backend.provenance.segments import list_segments, read_rollouts
 from tests.local_trainer.fake_runs import fake_fleet
 
 STEPS, GROUPS, SAMPLES = 4, 3, 2

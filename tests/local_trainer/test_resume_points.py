@@ -13,11 +13,11 @@ from collections import defaultdict
 
 import pytest
 
+from slime_backend.ledger.lock import lock_run
 from slime_backend.local_trainer import loop
-from slime_backend.local_trainer.models import make_tiny_model
 from slime_backend.provenance.jsonl import JsonlWriter, read_jsonl
-from slime_backend.provenance.ledger_lock import lock_run
 from slime_backend.runs import RunError
+from slime_backend.simulation.models import make_tiny_model
 from tests.local_trainer.fake_runs import STEPS, config_of, fake_fleet
 from tests.wandb_files import read_wandb
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reef_service.cli_gateway import export
+from slime_backend.cli.gateway import export
 from tests.helpers import load
 from tests.reef_service.engine_gateway import gateway_on_fleet
 from tests.reef_service.harness import read_stream, until
@@ -27,8 +27,8 @@ def chat(*said, **more):
 def test_sessions_publications_and_clients_that_leave_hold_under_audit(
     engine, sources, models, tiny_model, tiny_model_b, tmp_path, run_async
 ):
-    from slime_backend.local_trainer.models import load_model
-    from slime_backend.provenance.audit import audit_run
+    from slime_backend.audit.audit import audit_run
+    from slime_backend.simulation.models import load_model
 
     question = "Tell me of the sea. " * 20
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from slime_backend.event_loop import LoopThread
 from slime_backend.policy import decide
 from slime_backend.simulation.fake_engine import FakeEngine
-from slime_backend.slime_hooks.publisher import SlimePublisher
+from slime_backend.slime_hooks.weights.publisher import SlimePublisher
 from tests.fake_fleet import FAST
 from tests.slime_hooks.fake_router import FakeRouter
 

@@ -9,7 +9,7 @@ import pytest
 
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.simulation.transport import NameTransport
-from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
+from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, PublicationFailed
 from tests.fake_fleet import FAST
 from tests.slime_hooks.publishing import StubEngine, engines_and_publisher
 from tests.waiting import wait_until

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slime_backend.policy import decide
-from slime_backend.slime_hooks import disk_reload, train_group
-from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
+from slime_backend.slime_hooks.weights import disk_reload, train_group
+from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, PublicationFailed
 from tests.checkpoint_faults import FAULTS
 from tests.slime_hooks.publishing import engines_and_publisher
 from tests.slime_hooks.stub_ray import StubActor, StubMethod
