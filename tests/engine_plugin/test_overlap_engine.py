@@ -79,7 +79,6 @@ def test_an_update_waits_for_the_batch_that_a_pause_left_in_flight(api: Api, den
         api.label("v1")
         after = api.report()
         api.resume()
-        api.call("/abort_request", {"abort_all": True})
         call.result()
         assert [report.kv.result_queue for report in (at_pause, after)] == [queued, queued]
         assert after.epoch == at_pause.epoch + 2
