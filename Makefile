@@ -11,11 +11,12 @@ BIN := $(VENV)/bin
 CONFIG ?= configs/cpu_tiny.yaml
 ARGS ?=
 
-.PHONY: help env demo test test-soak test-compat test-slime test-deepspeed bench lint types check clean
+.PHONY: help env demo test test-unit test-soak test-compat test-slime test-deepspeed bench lint types check clean
 
 help:
 	@echo "make demo    train with two live engines on this CPU (CONFIG=configs/..., ARGS='--set steps=20')"
-	@echo "make test    run the tests (ARGS='-m \"not engine and not soak\"' leaves out those that start an engine)"
+	@echo "make test    run the tests, those with engines and all others at the same time"
+	@echo "make test-unit    run those that start no engine (PYTHON=python3.12 VENV=.venv-3.12: on another Python)"
 	@echo "make test-compat    run the engine tests that apply to an older SGLang (RELEASE=0.5.15.post1), in $(VENV_COMPAT) (11 GB more)"
 	@echo "make test-soak    the long tests: the real small model, 200 publications, 300 rounds of fan-out, 20,000 steps"
 	@echo "                  of faults, a million ledger records through a hundred kills, 500 planted faults, the gateway under load"
@@ -30,8 +31,13 @@ env:
 demo: env
 	@$(BIN)/reef-slime train $(CONFIG) $(ARGS)
 
+# Two pytest processes: the engine tests one after the other, the others next to them.
 test: env
-	@$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	@$(BIN)/python scripts/run_tests.py -m "not soak" $(ARGS)
+
+# What needs no engine, on the Python that PYTHON names: 3.11 or 3.12.
+test-unit: env
+	@$(BIN)/python -m pytest -m "not engine and not soak" $(ARGS)
 
 # What is marked soak, and the tests that these variables make longer.
 test-soak: env

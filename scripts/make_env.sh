@@ -10,10 +10,15 @@ lock=${2:-$here/requirements/cpu.lock}
 stamp=$env/.reef-slime-lock
 want=$(sha256sum "$lock" | cut -c1-16)
 
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || {
-    echo "make_env: $("$python" --version) found; the lock is for Python 3.11 (set PYTHON=python3.11)" >&2
-    exit 2
-}
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+case $version in
+    3.11) ;;
+    3.12) want+=-$version ;; # an environment of another Python is not reused
+    *)
+        echo "make_env: $("$python" --version) found; the lock is for Python 3.11 and 3.12 (set PYTHON=python3.11)" >&2
+        exit 2
+        ;;
+esac
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
     free_gb=$(df -Pk "$(dirname "$env")" | awk 'NR == 2 { print int($4 / 1048576) }')
     if [ "$free_gb" -lt 14 ]; then

@@ -1,6 +1,6 @@
 """How long a scoped sweep takes, node by node as SGLang evicts and as one group of frees. Needs SGLang, no engine.
 
-python scripts/measure_sweep.py [SLOTS] [ENTRIES]
+PYTHONPATH=. python scripts/measure_sweep.py [SLOTS] [ENTRIES]
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from tree_only import Cache
 
 from slime_backend.engine_plugin import scope
+from tests.engine_plugin.tree_only import Cache
 
 TOKENS = 100  # of an entry
 ROUNDS = 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,16 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# Helpers with asserts of their own: a failure shows the values.
+pytest.register_assert_rewrite("tests.publication_checks", "tests.engine_plugin.checks", "tests.engine_plugin.scoped")
+
 settings.register_profile("no time is asserted", deadline=None)
 settings.load_profile("no time is asserted")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a serving machine the tests take no device memory
+
+pytest_plugins = ["tests.parts"]  # the option --part
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,6 +47,23 @@ def run_async() -> Callable[[Awaitable[Any]], Any]:
         return asyncio.run(bounded())
 
     return run
+
+
+@pytest.fixture
+def make_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], str]]:
+    """`make_module(name, text)` writes a module that can be imported until the test ends, and returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = []
+
+    def make(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        importlib.invalidate_caches()
+        names.append(name)
+        return name
+
+    yield make
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="session")

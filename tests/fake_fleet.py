@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.fleet import Fleet, admit
@@ -26,7 +27,7 @@ async def fake_fleet(count=2, sharing="retract", deadlines=FAST, **engine):
         ]
         fleet = Fleet(policy, "v0")
         for i, fake in enumerate(engines):
-            client = EngineClient(fake.url, name=f"engine{i}")
+            client: Any = EngineClient(fake.url, name=f"engine{i}")
             client.fake = fake
             stack.push_async_callback(client.close)
             await admit(fleet, client)  # without haste: no test is about this

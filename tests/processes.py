@@ -16,7 +16,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
+def wait_gone(pids: list[int], seconds: float = 60.0) -> list[int]:
     """The pids that still run after `seconds`."""
     until = time.monotonic() + seconds
     while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < until:
@@ -24,10 +24,10 @@ def wait_gone(pids: list[int], seconds: float = 20.0) -> list[int]:
     return left
 
 
-def below_with(*words: str) -> list[psutil.Process]:
-    """The processes below this one whose command lines hold every one of `words`."""
+def below_with(*words: str, root: int | None = None) -> list[psutil.Process]:
+    """The processes below this one, or below the process `root`, whose command lines hold every one of `words`."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process(root).children(recursive=True):
         with suppress(psutil.Error):
             command = " ".join(process.cmdline())
             found += [process] if all(word in command for word in words) else []

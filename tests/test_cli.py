@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from slime_backend.cli import app as cli
 from slime_backend.fleet.dispatch import RequestLost
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def run(*args: str, cwd: Path = ROOT, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "slime_backend.cli", *args], capture_output=True, text=True, cwd=cwd, timeout=timeout
-    )
+from tests.command_line import ROOT, run
 
 
 @pytest.fixture
@@ -31,6 +23,7 @@ def call(monkeypatch, capfd):
         with pytest.raises(SystemExit) as ended:
             cli.main()
         out, err = capfd.readouterr()
+        assert isinstance(ended.value.code, int)
         return subprocess.CompletedProcess(args, ended.value.code, out, err)
 
     return called

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,10 @@ class Client:
         yield
 
 
+def stand_in(name: str) -> Any:
+    return Client(name)
+
+
 @pytest.fixture
 def loop():
     interval = sys.getswitchinterval()
@@ -49,7 +54,7 @@ def test_engines_that_come_and_go_while_the_trainer_looks(loop):
         running = asyncio.get_running_loop()
         while not stop.is_set():
             for number in range(ENGINES):
-                transport._waiting[f"e{number}"] = _Waiting(Client(f"e{number}"), running.create_future())
+                transport._waiting[f"e{number}"] = _Waiting(stand_in(f"e{number}"), running.create_future())
             await asyncio.sleep(0)
             for number in range(ENGINES):
                 waiting = transport._waiting.pop(f"e{number}")
@@ -73,7 +78,7 @@ def test_what_is_settled_and_what_is_returned_are_the_same_engines(loop):
 
     async def two():
         for name in ("a", "b", "late"):
-            transport._waiting[name] = _Waiting(Client(name), asyncio.get_running_loop().create_future())
+            transport._waiting[name] = _Waiting(stand_in(name), asyncio.get_running_loop().create_future())
         transport._waiting["late"].sent.cancel()
 
     loop.submit(two()).result(30)
@@ -86,7 +91,7 @@ def test_what_is_settled_and_what_is_returned_are_the_same_engines(loop):
 
 def test_a_load_that_begins_late_is_sent_to_with_the_others(loop):
     transport = CollectiveTransport(loop, deadline_s=30.0)
-    first, late = Client("first"), Client("late")
+    first, late = stand_in("first"), stand_in("late")
     loop.ask(lambda: transport.expect_loads([first, late]))
     loading = [loop.submit(transport.load(first, "v1"))]
     while "first" not in loop.ask(lambda: list(transport._waiting)):
@@ -101,7 +106,7 @@ def test_a_load_that_begins_late_is_sent_to_with_the_others(loop):
 def test_a_session_that_takes_long_to_open_is_not_the_trainers_fault(loop):
     """The trainer's deadline passes before it could begin: it doesn't run yet."""
     transport = CollectiveTransport(loop, deadline_s=0.05)
-    first, slow = Client("first"), Client("slow")
+    first, slow = stand_in("first"), stand_in("slow")
     slow.may_open.clear()
     loop.ask(lambda: transport.expect_loads([first, slow]))
     loading = [loop.submit(transport.load(client, "v1")) for client in (first, slow)]
@@ -117,7 +122,7 @@ def test_a_session_that_takes_long_to_open_is_not_the_trainers_fault(loop):
 def test_a_load_that_comes_when_the_others_are_being_sent_to_fails_alone_and_names_itself(loop):
     """It is neither taken for loaded nor left waiting for the trainer."""
     transport = CollectiveTransport(loop, deadline_s=30.0, late_s=0.05)
-    first, late = Client("first"), Client("late")
+    first, late = stand_in("first"), stand_in("late")
     loop.ask(lambda: transport.expect_loads([first, late]))
     loading = loop.submit(transport.load(first, "v1"))
     assert transport.wait_ready(lambda: False) == ["first"]
@@ -129,7 +134,7 @@ def test_a_load_that_comes_when_the_others_are_being_sent_to_fails_alone_and_nam
 
 def test_who_comes_before_the_sending_and_opens_its_session_during_it_fails_too(loop):
     transport = CollectiveTransport(loop, deadline_s=30.0, late_s=0.05)
-    first, late = Client("first"), Client("late")
+    first, late = stand_in("first"), stand_in("late")
     late.may_open.clear()
     loop.ask(lambda: transport.expect_loads([first, late]))
     loading = loop.submit(transport.load(first, "v1"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
@@ -39,24 +41,15 @@ def test_a_deadline_must_lie_in_the_future(key):
 def test_train_and_up_pass_them_on(run_async):
     config = make_config({**GIVEN, "engine_wait_s": 6.0, "disjoint_prefix_sharing": "retract"}, "x")
 
-    class Started:
-        """A LocalEngine that runs already."""
-
-        log_path = "nowhere"
-
-        def __init__(self, fake):
-            self.url, self.name = fake.url, "engine0"
-
-        def check(self): ...
-
-        start = stop = check
-
-        def wait_ready(self, deadline_s): ...
+    def started(fake: FakeEngine) -> Any:
+        """What stands for a LocalEngine that runs already."""
+        nothing = Mock(return_value=None)
+        return Mock(url=fake.url, log_path="nowhere", check=nothing, start=nothing, stop=nothing, wait_ready=nothing)
 
     async def scenario():
         async with (
             FakeEngine() as fake,
-            local_fleet.started_fleet([Started(fake)], config.engines, config.policy, "v0", lambda text: None) as fleet,
+            local_fleet.started_fleet([started(fake)], config.engines, config.policy, "v0", lambda text: None) as fleet,
         ):
             return [m.client.deadlines for m in fleet.members.values()], fleet.wait_s
 

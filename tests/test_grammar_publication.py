@@ -90,7 +90,7 @@ def test_without_it_a_grammar_that_isn_t_ready_ends_the_publication_early(run_as
             for member in fleet.members.values():
                 member.client.deadlines = Deadlines()  # the flush has 30 s
             asked = await one_waits(fleet, engines)
-            report = await asyncio.wait_for(publish(fleet, NameTransport(), "v1"), 15)
+            report = await asyncio.wait_for(publish(fleet, NameTransport(), "v1"), 60)
             (answer,) = await answered(asked, engines)
             again = await publish(fleet, NameTransport(), "v2")
             return report, answer, [e.paused for e in engines], again

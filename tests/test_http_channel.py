@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from types import SimpleNamespace
 
 import pytest
+import uvicorn
 
 from slime_backend.engine_client.http import MAX_IDLE_S, HttpChannel, Response
 from tests.waiting import until
@@ -254,6 +256,27 @@ def test_connections_that_nobody_needs_any_more_are_closed(run_async, monkeypatc
             return connections, kept
 
     assert run_async(scenario()) == (5, 1)
+
+
+def test_a_connection_is_not_used_again_where_the_server_may_be_closing_it(run_async, monkeypatch):
+    """SGLang's server, uvicorn, closes an idle connection after its `timeout_keep_alive`."""
+    now = [0.0]
+    monkeypatch.setattr("slime_backend.engine_client.http.time", SimpleNamespace(monotonic=lambda: now[0]))
+    closes_after_s = inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default
+
+    async def scenario():
+        async with RawServer(*[OK] * 3) as server:
+            channel = HttpChannel(server.url)
+            await channel.request("GET", "/", None, 5.0)
+            now[0] += closes_after_s / 4
+            await channel.request("GET", "/", None, 5.0)
+            used_again = server.connections
+            now[0] += closes_after_s / 2
+            await channel.request("GET", "/", None, 5.0)
+            channel.close()
+            return used_again, server.connections
+
+    assert run_async(scenario()) == (1, 2)
 
 
 class Impatient(RawServer):

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
 from slime_backend.import_hooks import on_import
 
 
-@pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`made(name, source)` puts a module where it can be imported."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    names = []
-
-    def make(name: str, source: str) -> str:
-        (tmp_path / f"{name}.py").write_text(source)
-        importlib.invalidate_caches()
-        names.append(name)
-        return name
-
-    yield make
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-def test_runs_after_the_module_was_executed(made):
-    name = made("reef_import_hook_a", "value = 1")
+def test_runs_after_the_module_was_executed(make_module):
+    name = make_module("reef_import_hook_a", "value = 1")
     seen = []
     on_import(name, lambda module: seen.append(module.value))
     assert seen == []
@@ -39,16 +20,16 @@ def test_runs_after_the_module_was_executed(made):
     assert seen == [1]
 
 
-def test_runs_at_once_where_the_module_is_imported(made):
-    name = made("reef_import_hook_b", "value = 1")
+def test_runs_at_once_where_the_module_is_imported(make_module):
+    name = make_module("reef_import_hook_b", "value = 1")
     importlib.import_module(name)
     seen = []
     on_import(name, lambda module: seen.append(module.value))
     assert seen == [1]
 
 
-def test_functions_run_in_order_and_each_once(made):
-    name = made("reef_import_hook_c", "value = 1")
+def test_functions_run_in_order_and_each_once(make_module):
+    name = make_module("reef_import_hook_c", "value = 1")
     seen = []
 
     def first(module):
@@ -61,15 +42,15 @@ def test_functions_run_in_order_and_each_once(made):
     assert seen == ["first", "second"]
 
 
-def test_names_taken_from_the_module_are_the_changed_ones(made):
-    name = made("reef_import_hook_d", "def value():\n    return 1")
+def test_names_taken_from_the_module_are_the_changed_ones(make_module):
+    name = make_module("reef_import_hook_d", "def value():\n    return 1")
     on_import(name, lambda module: setattr(module, "value", lambda: 2))
-    user = made("reef_import_hook_user", f"from {name} import value")
+    user = make_module("reef_import_hook_user", f"from {name} import value")
     assert importlib.import_module(user).value() == 2
 
 
-def test_a_function_that_fails_fails_the_import(made):
-    name = made("reef_import_hook_e", "value = 1")
+def test_a_function_that_fails_fails_the_import(make_module):
+    name = make_module("reef_import_hook_e", "value = 1")
 
     def fail(module):
         raise RuntimeError("it no longer fits")
@@ -80,8 +61,8 @@ def test_a_function_that_fails_fails_the_import(made):
             importlib.import_module(name)
 
 
-def test_the_module_keeps_its_own_loader(made):
-    name = made("reef_import_hook_f", "value = 1")
+def test_the_module_keeps_its_own_loader(make_module):
+    name = make_module("reef_import_hook_f", "value = 1")
     on_import(name, lambda module: None)
     module = importlib.import_module(name)
     assert isinstance(module.__spec__.loader, importlib.machinery.SourceFileLoader)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from .launch_scripts import LOOPS, ROOT, our_flags, printed, run, script, slime_flags, value
+from tests.launch_scripts import LOOPS, ROOT, our_flags, printed, run, script, slime_flags, value
 
 CONTRACTS = ROOT / "tests" / "contracts"
 CONFIGS = sorted((ROOT / "configs" / "slime").glob("*.yaml"))

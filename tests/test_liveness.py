@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -202,7 +203,7 @@ def test_up_keeps_engines_that_are_paused_or_load_and_ends_when_one_is_gone(run_
             load = asyncio.create_task(clients[1].load_from_disk("weights/v1"))
             alive = [True, True]
             up = asyncio.create_task(
-                local_fleet.until_one_is_gone([(c, lambda i=i: alive[i]) for i, c in enumerate(clients)])
+                local_fleet.until_one_is_gone([(c, partial(alive.__getitem__, i)) for i, c in enumerate(clients)])
             )
             while len(looked) < 6:
                 assert not up.done()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import pytest
 
@@ -48,6 +49,37 @@ def test_all_readers_get_everything_made_once_and_nobody_is_ahead(run_async):
     assert run_async(scenario()) == [[0, 1, 2, 3, 4]] * 4
     assert items.made == 5
     assert set(ahead) == {0}
+
+
+class Bucket:
+    """What a pass hands out; the buckets that something still holds are counted."""
+
+    def __init__(self, alive: weakref.WeakSet[Bucket]) -> None:
+        alive.add(self)
+
+
+def test_a_bucket_is_let_go_before_the_next_one_is_made(run_async):
+    """The readers hold one each, and the pass no other: what is being made and what is in hand are two in all."""
+    alive: weakref.WeakSet[Bucket] = weakref.WeakSet()
+    counts = []
+
+    def buckets():
+        for _ in range(4):
+            counts.append(len(alive))  # before one more is made
+            yield Bucket(alive)
+
+    async def consume(one_pass):
+        async with one_pass.reader() as stream:
+            async for bucket in stream:
+                await asyncio.sleep(0)
+                del bucket
+
+    async def scenario():
+        one_pass = OnePass(buckets())
+        await asyncio.gather(*(consume(one_pass) for _ in range(2)))
+
+    run_async(scenario())
+    assert counts == [0, 0, 0, 0]
 
 
 def test_a_reader_that_fails_or_is_cancelled_leaves_the_others_going(run_async):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
-from slime_backend.policy import PolicyError, check_radix_setting, decide
+from slime_backend.policy import Layout, PolicyError, PrefixSharing, check_radix_setting, decide
 
 TABLE = [
     # layout, sharing, pause, radix cache, after the pause
@@ -41,6 +41,13 @@ def test_unknown_words_are_named(layout, sharing):
         decide(layout, sharing)
 
 
+SHARING: list[tuple[Layout, PrefixSharing]] = [
+    ("colocated", "off"),
+    ("disjoint", "retract"),
+    ("disjoint", "scoped"),
+]
+
+
 def test_radix_cache_is_refused_only_where_unscoped_kv_is_kept():
     with pytest.raises(PolicyError) as refused:
         check_radix_setting(decide("disjoint", "off"), True, "--flag")
@@ -49,7 +56,7 @@ def test_radix_cache_is_refused_only_where_unscoped_kv_is_kept():
     assert "remove --flag" in str(refused.value)
     assert "--disjoint-prefix-sharing (retract" in str(refused.value)
     assert "--disjoint-prefix-sharing=scoped" in str(refused.value)
-    for layout, sharing in [("colocated", "off"), ("disjoint", "retract"), ("disjoint", "scoped")]:
+    for layout, sharing in SHARING:
         check_radix_setting(decide(layout, sharing), True, "--flag")
     check_radix_setting(decide("disjoint", "off"), False, "--flag")
 

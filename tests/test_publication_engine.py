@@ -14,8 +14,9 @@ from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport, TransportError
 from slime_backend.transports.distributed import DistributedTransport
 from slime_backend.wire import REPORT_KEY, REPORTS_PATH
-from tests.helpers import DEADLINES, body, difference, fleet_on, load, logprobs, prompt, reference, versions
-from tests.waiting import Flight, delayed, endless, endless_body, landed
+from tests.helpers import DEADLINES, body, difference, fleet_on, load, logprobs, prompt, versions
+from tests.publication_checks import check_retract_publication, check_transport
+from tests.waiting import Flight, delayed, endless, endless_body
 
 pytestmark = pytest.mark.engine
 
@@ -38,35 +39,12 @@ def test_the_route_of_its_own_answers_the_reports_of_server_info(engine, run_asy
 def test_retract_publication_clears_everything_and_sharing_goes_on_within_a_version(
     engine, models, sources, tmp_path, run_async
 ):
-    async def scenario():
-        async with fleet_on(engine, decide("disjoint", "retract")) as (fleet, client):
-            await load(client, sources["a"], tmp_path)
-            ids = prompt()
-            before = [await client.generate(body(ids)) for _ in range(2)]
-            async with endless(client, [prompt(300) for _ in range(3)]) as flying:
-                report = await publish(fleet, DiskTransport(sources["b"], tmp_path), next(versions))
-                after = [await client.generate(body(ids)) for _ in range(2)]
-                return ids, before, report, after, await landed(flying)
+    check_retract_publication(engine, models, sources, tmp_path, run_async)
 
-    ids, before, report, after, flying = run_async(scenario(), 180)
-    assert [a["meta_info"]["cached_tokens"] for a in before] == [0, len(ids) - 1]
-    outcome = report.engines[0]
-    assert outcome.flush_verified
-    assert outcome.requests_retracted == 3
-    assert outcome.tokens_to_prefill_again >= 3 * 300
-    # The first same-prompt request after it computes everything, the second shares, both by the new weights.
-    assert [a["meta_info"]["cached_tokens"] for a in after] == [0, len(ids) - 1]
-    for answer in after:
-        assert difference(models["b"], ids, answer) < 1e-5
-        assert answer["output_ids"] == reference(models["b"], ids, answer)[1]
-        assert difference(models["a"], ids, answer) > 1e-2
-    # Each retracted request went on, sampled by both versions, with its later context computed again.
-    for answer in flying:
-        spans, tokens = answer["meta_info"]["weight_versions"], len(answer["output_ids"])
-        assert [s["version"] for s in spans] == [report.previous_version, report.version]
-        assert spans[-1]["end"] == tokens
-        last = answer["meta_info"]["kv_provenance"][-1]["context"]
-        assert last == [{"version": report.version, "start": 0, "end": 300 + tokens - 1}]
+
+@pytest.mark.parametrize("kind", ["disk", "distributed", "distributed in small buckets"])
+def test_each_transport_brings_the_new_weights(engine, models, sources, tmp_path, run_async, kind):
+    check_transport(engine, models, sources, tmp_path, run_async, kind)
 
 
 def test_a_retracted_request_comes_back_with_all_its_tokens(engine, sources, tmp_path, run_async):
@@ -143,30 +121,6 @@ def test_in_place_pause_refuses_the_flush_and_the_evidence_says_so(engine, run_a
     assert kv.requests_holding_kv == 1
     assert kv.last_refusal is not None
     assert not kv.is_empty
-
-
-@pytest.mark.parametrize("kind", ["disk", "distributed", "distributed in small buckets"])
-def test_each_transport_brings_the_new_weights(engine, models, sources, tmp_path, run_async, kind):
-    def transport(source):
-        if kind == "disk":
-            return DiskTransport(source, tmp_path)
-        return DistributedTransport(source, bucket_bytes=1 << 28 if kind == "distributed" else 1 << 17)
-
-    async def scenario():
-        async with fleet_on(engine, decide("disjoint", "retract")) as (fleet, client):
-            await load(client, sources["a"], tmp_path)
-            ids = prompt(100)
-            mover = transport(sources["b"])
-            try:
-                reports = [await publish(fleet, mover, next(versions)) for _ in range(2)]
-            finally:
-                await mover.close()
-            return ids, reports, await client.generate(body(ids))
-
-    ids, reports, answer = run_async(scenario(), 120)
-    assert not any(r.unconfirmed for r in reports)
-    assert difference(models["b"], ids, answer) < 1e-5
-    assert difference(models["a"], ids, answer) > 1e-2
 
 
 def test_a_rejected_broadcast_is_an_error_within_the_deadline_and_the_engine_lives(

@@ -103,6 +103,18 @@ def test_the_verdict_on_a_load_needs_every_proof(sharing: str) -> None:
     assert why_not_loaded(at_pause, [], policy)
 
 
+@pytest.mark.parametrize("last", [None, 0, 1, 3])
+def test_a_sweep_counts_for_the_epoch_that_it_was_of(last: int | None) -> None:
+    """Also one that was made, of another epoch: what the latest load left in the cache lies there still."""
+    policy = decide("disjoint", "scoped")
+    old = report(pauses=0, epoch=1, swept_epoch=1)
+    hooks = {"kv_evidence": "active", "kv_spans": "active", "scope": "active"}
+    swept = replace(report(paused=True, pauses=1, pause_mode="in_place", epoch=2, swept_epoch=2), hooks=hooks)
+    assert why_not_swept([old], [swept], policy) == []
+    (reason,) = why_not_swept([old], [replace(swept, kv=replace(swept.kv, swept_epoch=last))], policy)
+    assert f"is in epoch 2 and last swept for epoch {last}" in reason
+
+
 def test_entries_in_a_cache_that_is_off_are_a_reason() -> None:
     kept = [report(tree_full_evictable=9)]
     assert "tree_full_evictable=9" in why_not_loaded([report()], kept, decide("disjoint", "off"))[0]

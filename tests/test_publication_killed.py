@@ -26,6 +26,7 @@ from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport
 from slime_backend.wire import REPORTS_PATH
 from tests.helpers import body, difference, prompt
+from tests.processes import below_with
 from tests.waiting import goes_on
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]
@@ -58,7 +59,7 @@ class KillingClient(EngineClient):
 
 def scheduler_of(engine: LocalEngine) -> psutil.Process:
     """The one scheduler process below the engine's guard."""
-    found = [p for p in psutil.Process(engine.pid).children(recursive=True) if "scheduler" in p.name()]
+    found = below_with("scheduler", root=engine.pid)
     assert len(found) == 1, [p.name() for p in found]
     return found[0]
 

@@ -9,14 +9,13 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.needs import needs_deepspeed
-from tests.waiting import wait_until
+from tests.processes import wait_gone
 
 pytestmark = pytest.mark.engine
 
@@ -81,7 +80,7 @@ def test_the_main_job_scoped(tmp_path, models_dir):
 
     Stale tokens are masked, and the rollouts outgrow one segment; the audit follows them beside the run.
     """
-    settings = (*SMALL, "name=scoped", "disjoint_prefix_sharing=scoped", "engines=1", "wandb=disabled")
+    settings: tuple[str, ...] = (*SMALL, "name=scoped", "disjoint_prefix_sharing=scoped", "engines=1", "wandb=disabled")
     settings = (*settings, "staleness=mask_tokens", "max_version_lag=0", "rollouts_segment_mib=0.2")
     settings = (*settings, "audit_beside=true", "audit_rollouts=100")  # 86 find one contaminated in 20 of these
     done = finish(command("cpu_tiny.yaml", tmp_path, models_dir, *settings))
@@ -140,12 +139,6 @@ def test_counter_proof_without_the_protection_the_audit_fails_and_names_the_roll
     assert "violation: " in again.stdout
 
 
-def runs(process):
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
 @pytest.mark.soak
 def test_interrupted_and_resumed(tmp_path, models_dir):
     """Ctrl-C writes a partial summary and ends the engines; --resume goes on from the last checkpoint."""
@@ -161,7 +154,7 @@ def test_interrupted_and_resumed(tmp_path, models_dir):
     process.send_signal(signal.SIGINT)
     process.stdout.read()
     assert process.wait(120) == 130
-    wait_until(lambda: not [p for p in tree if runs(p)], "its engines have ended")
+    assert wait_gone([p.pid for p in tree]) == []
     partial = json.loads((tmp_path / "cut" / "summary.json").read_text())
     assert not partial["completed"]
     assert 2 <= partial["steps"] <= 3

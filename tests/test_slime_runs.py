@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from .launch_scripts import ROOT
+from tests.launch_scripts import ROOT
 
 
 @pytest.fixture

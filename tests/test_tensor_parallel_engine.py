@@ -15,15 +15,10 @@ from slime_backend.publication import PublicationError, publish
 from slime_backend.transports import DiskTransport
 from slime_backend.transports.distributed import DistributedTransport
 from tests import tensor_parallel
-from tests import test_publication_engine as on_one_rank
 from tests.helpers import DEADLINES, body, difference, fleet_on, load, prompt, versions
+from tests.publication_checks import check_retract_publication, check_transport
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-# These run here too, on the engine below.
-test_retract = on_one_rank.test_retract_publication_clears_everything_and_sharing_goes_on_within_a_version
-test_each_transport = on_one_rank.test_each_transport_brings_the_new_weights
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,15 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     local = LocalEngine(settings, log_path=folder / "engine.log")
     with running_engines([local]):
         yield TwoRanks(local.url, failing_while)
+
+
+def test_retract(engine, models, sources, tmp_path, run_async):
+    check_retract_publication(engine, models, sources, tmp_path, run_async)
+
+
+@pytest.mark.parametrize("kind", ["disk", "distributed", "distributed in small buckets"])
+def test_each_transport(engine, models, sources, tmp_path, run_async, kind):
+    check_transport(engine, models, sources, tmp_path, run_async, kind)
 
 
 def test_both_ranks_report(engine, run_async):

@@ -216,7 +216,7 @@ def test_a_report_of_an_older_plugin_is_one_clear_line(run_async: Any) -> None:
             async def answer(body: Any) -> Any:
                 return reply._replace(body=[old])
 
-            engine.on_reef_slime_reports = answer  # type: ignore[method-assign]
+            engine.on_reef_slime_reports = answer
             with pytest.raises(EngineProtocolError) as refused:
                 await client.reports()
             return str(refused.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +78,9 @@ def test_the_address_is_the_one_from_which_the_engine_is_reached():
 class Source:
     def named_tensors(self):
         return iter(())
+
+    def save(self, directory: Path) -> None:
+        raise AssertionError("no checkpoint is written here")
 
 
 def transports(kind, tiny_model):

@@ -94,7 +94,7 @@ class Imported:
     def parameters(self, name: str) -> Parameters | None:
         function = _resolve(name)
         try:
-            found = list(inspect.signature(inspect.unwrap(function)).parameters.values())  # type: ignore[arg-type]
+            found = list(inspect.signature(inspect.unwrap(function)).parameters.values())
         except (TypeError, ValueError):
             return None
         return Parameters(
@@ -105,7 +105,7 @@ class Imported:
         )
 
     def mentions(self, name: str, word: str) -> bool:
-        code = getattr(inspect.unwrap(_resolve(name)), "__code__", None)  # type: ignore[arg-type]
+        code = getattr(inspect.unwrap(_resolve(name)), "__code__", None)
         # Code that can't be read may mention anything.
         return code is None or any(word in used for part in _codes(code) for used in part.co_names)
 

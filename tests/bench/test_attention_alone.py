@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from slime_backend.bench import attention_alone
-from slime_backend.bench.attention import ALONE
 from slime_backend.bench.attention_alone import SMOLLM2, TINY, Heads, Pass, alone_rows
 
 torch = pytest.importorskip("torch")
@@ -38,8 +37,3 @@ def test_rows_and_threads() -> None:
     assert rows[0].case == "attention alone, decode, tiny model, ms"
     assert all(row.ours > 0 for row in rows)
     assert torch.get_num_threads() == threads
-
-
-def test_what_is_timed_has_names_of_its_own() -> None:
-    assert len({one.name for one in ALONE}) == len(ALONE)
-    assert [one.decode for one in ALONE] == ["decode" in one.name for one in ALONE]

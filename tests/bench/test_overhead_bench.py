@@ -9,7 +9,6 @@ import pytest
 
 from slime_backend.bench import overhead
 from slime_backend.bench.overhead import AGAIN, ON, SIDES, Comparison, interval_rank
-from slime_backend.bench.plots import points
 from slime_backend.bench.rows import BenchError
 
 
@@ -37,12 +36,6 @@ def test_the_control_fails_where_two_engines_alike_differ_by_more_than_the_goal_
     assert overhead.row("dense", 8, AGAIN, noisy(ratio, 400)).holds is holds
 
 
-def test_the_plots_show_the_hooks_in_and_not_the_control() -> None:
-    found = Comparison(100.0, 99.0, 0.99, 0.98, 1.0)
-    rows = [overhead.row("dense", 8, side, found) for side in (ON, AGAIN)]
-    assert [[x for x, _ in points(plot, rows)] for plot in overhead.PLOTS] == [[], [8.0]]
-
-
 def test_the_interval_holds_the_true_ratio_as_often_as_it_says() -> None:
     found = [noisy(0.97, 40, seed) for seed in range(400)]
     inside = sum(c.low <= 0.97 <= c.high for c in found) / len(found)
@@ -54,9 +47,6 @@ def test_the_interval_holds_the_true_ratio_as_often_as_it_says() -> None:
 def test_the_ranks_are_those_of_the_tables(count: int, rank: int) -> None:
     """Of the two-sided sign test at 5 %; ranks from 0."""
     assert interval_rank(count, 0.95) == rank
-
-
-def test_too_few_rounds_are_refused() -> None:
     with pytest.raises(BenchError, match="5 rounds are too few"):
         interval_rank(5, 0.95)
 

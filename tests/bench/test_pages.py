@@ -12,7 +12,7 @@ import pytest
 
 from slime_backend.bench import pages, plots
 from slime_backend.bench.catalog import Bench
-from slime_backend.bench.rows import Row, cost_row, spread
+from slime_backend.bench.rows import Row, cost_row
 
 ROOT = Path(__file__).resolve().parents[2]
 PLOT = plots.Plot("size", "by size", "engines", "ms", r"(?P<x>\d+) engines", "stock", "ours")
@@ -56,16 +56,6 @@ def test_what_is_kept_reads_back_as_it_was(tmp_path: Path) -> None:
     assert pages.compose(BENCH, [back], []) == pages.compose(BENCH, [whole], [])
 
 
-def test_the_index_counts_what_has_a_goal(tmp_path: Path) -> None:
-    rows = [
-        Row("a", None, 1.0, None, "under 2", True),
-        Row("b", None, 3.0, None, "under 2", False),
-        Row("c", 1.0, 1.0, 1.0, "-", True),
-    ]
-    pages.write(tmp_path, BENCH, run(None, *rows))
-    assert "| [made](made.md) | a bench | 1 of 2 |" in (tmp_path / "README.md").read_text()
-
-
 def test_a_page_names_neither_the_host_nor_a_path(tmp_path: Path) -> None:
     pages.write(tmp_path, BENCH, run(None, *sizes(1)))
     text = (tmp_path / "made.md").read_text() + (tmp_path / "made.json").read_text()
@@ -106,8 +96,3 @@ def test_without_matplotlib_the_page_has_no_plot(tmp_path: Path, monkeypatch: py
 def test_a_goal_is_of_the_medians(goal: Any, holds: bool) -> None:
     row = cost_row("case", [11.0, 9.0, 12.0], [1.0, 0.5, 3.0], **goal)
     assert (row.peer, row.ours, row.ratio, row.holds) == (11.0, 1.0, 11.0, holds)
-
-
-def test_the_spread_is_the_middle_half() -> None:
-    assert spread([5, 1, 2, 3, 4]) == (2, 4)
-    assert spread([1, 2]) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime_backend.bench import publish
-from slime_backend.bench.publish import Load, Measured, in_turns
+from slime_backend.bench.publish import Measured, in_turns
 from slime_backend.bench.rows import BenchError, Row
 from slime_backend.bench.slime_sequence import Stop
 from slime_backend.engine_client import Deadlines, EngineClient
@@ -59,28 +58,6 @@ def test_an_engine_that_does_not_flush_is_no_result(run_async: Any) -> None:
         run_async(on_fakes(2, work))
 
 
-def test_a_load_that_does_not_come_up_is_said(run_async: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publish, "SETTLED_S", 0.2)
-
-    async def work(engines: list[FakeEngine], clients: list[EngineClient]) -> None:
-        await clients[0].pause("retract")
-        async with Load(clients, 2) as load:
-            await load.settled()
-
-    with pytest.raises(BenchError, match="only 0 of 2 requests run"):
-        run_async(on_fakes(1, work))
-
-
-def test_a_request_of_the_load_that_fails_ends_the_bench(run_async: Any) -> None:
-    async def work(engines: list[FakeEngine], clients: list[EngineClient]) -> None:
-        engines[0].faults["/generate"] = ["refuse"]
-        async with Load(clients, 1) as load:
-            await load.settled()
-
-    with pytest.raises(Exception, match="refused"):
-        run_async(on_fakes(1, work))
-
-
 def measured(slime_ms: float, our_ms: float) -> Measured:
     def report(verified: Step) -> PublicationReport:
         times: dict[Step, float] = {"pause": 1.0, verified: our_ms - 1, "label": 2.0, "resume": 3.0}
@@ -101,20 +78,6 @@ def test_the_goals(slime_ms: float, our_ms: float, holds: tuple[bool, bool]) -> 
     assert (barrier.holds, split[0].holds) == holds
     assert (split[-1].peer, split[-1].ours) == (32, 0)
     assert split[-1].holds
-
-
-def test_resumed_is_the_last_answer_on_both_sides() -> None:
-    resumed, verified, *_ = publish.resumed_rows(measured(1000, 20), "2 engines")
-    assert (resumed.peer, resumed.ours, resumed.ratio) == (1005, 24, pytest.approx(1005 / 24, abs=0.01))
-    assert (verified.peer, verified.ours, verified.goal) == (None, 25, "-")
-
-
-def test_the_plots_find_their_cases() -> None:
-    cases = [publish.barrier_rows(measured(1000, 10), f"1 engine, {n} in flight")[0].case for n in publish.IN_FLIGHT]
-    names = ["1 engine together", "2 engines together"]
-    more = [publish.barrier_rows(measured(1000, 10), f"{n}, {publish.USUAL} in flight on each")[0].case for n in names]
-    assert [bool(re.fullmatch(publish.PLOTS[0].cases, case)) for case in cases] == [True] * len(cases)
-    assert [re.fullmatch(publish.PLOTS[1].cases, case)["x"] for case in more] == ["1", "2"]  # type: ignore[index]
 
 
 def test_the_bench_goes_through_its_parts(run_async: Any, monkeypatch: pytest.MonkeyPatch) -> None:

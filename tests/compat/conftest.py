@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-# The checks, the HTTP calls and the models of the plugin's tests.
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine_plugin"))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from slime_backend.engine_plugin.epoch import EPOCH, WeightEpoch
 
 
 def report(**hooks: str) -> wire.SchedulerReport:
-    return wire.SchedulerReport("id", hooks, 0, None)  # type: ignore[arg-type]
+    return wire.SchedulerReport("id", hooks, 0, None)
 
 
 def test_a_hook_that_is_not_needed_is_not_missing() -> None:

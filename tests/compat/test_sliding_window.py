@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from checks import (
+
+from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
+from tests.engine_plugin.checks import (
     TOLERANCE,
     audit_difference,
     check_form,
@@ -16,10 +18,8 @@ from checks import (
     prompt,
     reset,
 )
-from engine_api import Api, go_on
-from tiny_models import WINDOW, Reference, write_checkpoints
-
-from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
+from tests.engine_plugin.engine_api import Api, go_on
+from tests.engine_plugin.tiny_models import WINDOW, Reference, write_checkpoints
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("older_generation")]
 

@@ -6,8 +6,8 @@ import itertools
 import random
 from typing import Any
 
-from engine_api import Api, Background, Endless
-from tiny_models import Reference
+from tests.engine_plugin.engine_api import Api, Background, Endless
+from tests.engine_plugin.tiny_models import Reference
 
 TOLERANCE = 1e-5  # float32 engine against Hugging Face eager, tokens at temperature 1
 _random = random.Random(7)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # engine_api and tiny_models, which only these tests use
-
-from checks import reset
-from engine_api import Api, Serve
-from scoped import HOOKS, KINDS, RUNNING, STRICT, Kind, Scoped
-from tiny_models import Reference, write_checkpoints
-
 from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines
 from tests import tensor_parallel
+from tests.engine_plugin.checks import reset
+from tests.engine_plugin.engine_api import Api, Serve
+from tests.engine_plugin.scoped import HOOKS, KINDS, RUNNING, STRICT, Kind, Scoped
+from tests.engine_plugin.tiny_models import Reference, write_checkpoints
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checks import reset
-from engine_api import Api, Endless
-
 from slime_backend.audit.sampling import Plan
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.wire import KvSegment, Span
+from tests.engine_plugin.checks import reset
+from tests.engine_plugin.engine_api import Api, Endless
 from tests.one_step import LETTERS
 
 EACH = 4  # rollouts before the publication, in flight, and after it

@@ -9,11 +9,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from checks import TOLERANCE, logprobs
-from engine_api import Api
-from tiny_models import Reference
-
 from slime_backend.engine_process import DEFAULT_HOOKS
+from tests.engine_plugin.checks import TOLERANCE, logprobs
+from tests.engine_plugin.engine_api import Api
+from tests.engine_plugin.tiny_models import Reference
 
 HOOKS = (*DEFAULT_HOOKS, "scope")
 RUNNING = 6  # --max-running-requests: further ones wait in the scheduler

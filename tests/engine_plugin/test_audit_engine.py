@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_api import Api, Serve
-from planted import CONTAMINATED, Case, sample_size
 
 from slime_backend.audit.audit import AuditResult, audit_run
 from slime_backend.audit.sampling import Plan, Sample
 from slime_backend.simulation.models import load_model
+from tests.engine_plugin.engine_api import Api, Serve
+from tests.engine_plugin.planted import CONTAMINATED, Case, sample_size
 from tests.one_step import mixed, one_step_apart, tensor_names
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

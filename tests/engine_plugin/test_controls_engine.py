@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checks import audit_difference, decoding, logprobs, plain_difference, prompt
-from engine_api import Serve
-from tiny_models import Reference
+
+from tests.engine_plugin.checks import audit_difference, decoding, logprobs, plain_difference, prompt
+from tests.engine_plugin.engine_api import Serve
+from tests.engine_plugin.tiny_models import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

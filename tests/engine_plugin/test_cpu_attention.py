@@ -137,7 +137,7 @@ LAYERS = {
 }
 
 
-@pytest.fixture(params=LAYERS.values(), ids=LAYERS.keys())
+@pytest.fixture(params=LAYERS.values(), ids=list(LAYERS))
 def layer(request: pytest.FixtureRequest) -> Layer:
     return request.param
 

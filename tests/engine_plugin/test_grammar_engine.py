@@ -19,7 +19,7 @@ from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine,
 from slime_backend.fleet import Fleet, admit
 from slime_backend.fleet.liveness import look
 from slime_backend.policy import decide
-from slime_backend.publication import PublicationError, publish
+from slime_backend.publication import PublicationError, PublicationReport, publish
 from slime_backend.transports import DiskTransport
 
 pytestmark = pytest.mark.engine
@@ -112,6 +112,7 @@ async def publication_with_a_grammar_under_way(engine, hold, source, root, versi
         try:
             asked = guided(client)
             await waiting_for_its_grammar(client)
+            result: PublicationReport | PublicationError
             try:
                 result = await publish(fleet, DiskTransport(source, root), version)
             except PublicationError as error:

@@ -10,6 +10,7 @@ import pytest
 
 from slime_backend import wire
 from slime_backend.engine_plugin import grammar_flush
+from slime_backend.engine_plugin.names import IMPORTED
 
 pytestmark = pytest.mark.engine  # needs SGLang, starts nothing
 
@@ -185,7 +186,7 @@ def test_a_scheduler_of_another_form_is_left_to_sglang():
 def test_an_sglang_that_doesn_t_count_grammars_needs_no_hook(monkeypatch):
     from sglang.srt.managers.scheduler import Scheduler
 
-    assert grammar_flush._counts_grammars(Scheduler.is_fully_idle)
+    assert grammar_flush.plan(IMPORTED).instead != wire.NOT_NEEDED
     monkeypatch.setattr(Scheduler, "is_fully_idle", lambda self, for_health_check=False: not self.waiting_queue)
     assert grammar_flush.install() == wire.NOT_NEEDED
 
@@ -203,7 +204,7 @@ def test_xgrammar_compiles_on_while_the_flush_passes():
     queue = Queue(future)
     queue.manager.grammar_backend.reset = compiler.clear_cache
     threading.Thread(target=compile_it, daemon=True).start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     queue.pause(RETRACT)
     for _ in range(50):
         assert queue.idle(ignore_waiting=True)

@@ -100,7 +100,11 @@ def test_an_original_that_ran_before_the_fault_does_not_run_again() -> None:
         original(value)
         raise ValueError("late")
 
-    assert guarded("around", late, faults.append)(lambda value: ran.append(value) or value, 7) == 7
+    def original(value: int) -> int:
+        ran.append(value)
+        return value
+
+    assert guarded("around", late, faults.append)(original, 7) == 7
     assert (ran, [str(fault) for fault in faults]) == ([7], ["late"])
 
 
@@ -136,5 +140,5 @@ def test_a_refused_request_is_no_fault() -> None:
 
 def test_attempt_returns_the_other_value() -> None:
     faults: list[Exception] = []
-    assert guard.attempt(lambda: 1 / 0, report=faults.append, otherwise=3) == 3
+    assert guard.attempt(lambda: 1 // 0, report=faults.append, otherwise=3) == 3
     assert isinstance(faults[0], ZeroDivisionError)

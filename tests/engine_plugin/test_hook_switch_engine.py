@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from checks import TOLERANCE, audit_difference, plain_difference, prompt
-from engine_api import Serve
-from tiny_models import Reference
 
 from slime_backend.engine_plugin import HOOK_MODULES
 from slime_backend.wire import ACTIVE, NOT_NEEDED, SWITCH_KEY
+from tests.engine_plugin.checks import TOLERANCE, audit_difference, plain_difference, prompt
+from tests.engine_plugin.engine_api import Serve
+from tests.engine_plugin.tiny_models import Reference
 
 # Runs with the soak tests, beside the bench: a run never asks for this hook.
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]

@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from checks import (
+
+from slime_backend.wire import ACTIVE
+from tests.engine_plugin.checks import (
     TOLERANCE,
     audit_difference,
     check_form,
@@ -17,10 +19,8 @@ from checks import (
     prompt,
     reset,
 )
-from engine_api import Api, Background, Serve, go_on
-from tiny_models import WINDOW, Reference
-
-from slime_backend.wire import ACTIVE
+from tests.engine_plugin.engine_api import Api, Background, Serve, go_on
+from tests.engine_plugin.tiny_models import WINDOW, Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

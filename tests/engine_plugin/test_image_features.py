@@ -80,7 +80,7 @@ def test_the_cache_of_the_older_generation_is_found(tower: Tower, monkeypatch: p
     older.embedding_cache = mm_schedule.embedding_cache  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, image_features.MODULES[1], older)
     monkeypatch.setattr(mm_schedule, "embedding_cache", None)
-    older.embedding_cache.set(3, mm_schedule.EmbeddingResult(embedding=torch.zeros(1)))  # type: ignore[attr-defined]
+    older.embedding_cache.set(3, mm_schedule.EmbeddingResult(embedding=torch.zeros(1)))
     assert image_features.count(MULTIMODAL) == 1
     image_features.clear(MULTIMODAL, 0)
     assert image_features.count(MULTIMODAL) == 0

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from checks import (
+
+from slime_backend.evidence import why_not_loaded
+from slime_backend.policy import decide
+from tests.engine_plugin.checks import (
     TOLERANCE,
     audit_difference,
     check_form,
@@ -16,11 +19,8 @@ from checks import (
     prompt,
     reset,
 )
-from engine_api import Api, Serve
-from tiny_models import Reference
-
-from slime_backend.evidence import why_not_loaded
-from slime_backend.policy import decide
+from tests.engine_plugin.engine_api import Api, Serve
+from tests.engine_plugin.tiny_models import Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]  # make test has overlap in test_scope_engine
 
@@ -73,13 +73,12 @@ def test_an_update_waits_for_the_batch_that_a_pause_left_in_flight(api: Api, den
     off = decide("disjoint", "unsafe")
     for mode, queued in (("in_place", 1), ("retract", 0)):
         reset(api, dense_paths)
-        call = decoding(api, prompt(200), 3000)
+        call = decoding(api, prompt(200))
         at_pause = api.pause(mode)
         api.load(dense_paths["v1"])
         api.label("v1")
         after = api.report()
         api.resume()
-        api.call("/abort_request", {"abort_all": True})
         call.result()
         assert [report.kv.result_queue for report in (at_pause, after)] == [queued, queued]
         assert after.epoch == at_pause.epoch + 2

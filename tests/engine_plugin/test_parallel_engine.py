@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from checks import TOLERANCE, audit_difference, check_form, prompt
-from engine_api import Api, Endless, Serve, go_on
-from tiny_models import Reference
 
 from slime_backend.wire import REPORTS_PATH
+from tests.engine_plugin.checks import TOLERANCE, audit_difference, check_form, prompt
+from tests.engine_plugin.engine_api import Api, Endless, Serve, go_on
+from tests.engine_plugin.tiny_models import Reference
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]

@@ -8,11 +8,12 @@ from typing import Any
 
 import psutil
 import pytest
-from engine_api import Api, Endless, Serve
 
 from slime_backend.engine_plugin import paused_sleep
 from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
 from slime_backend.wire import ACTIVE
+from tests.engine_plugin.engine_api import Api, Endless, Serve
+from tests.processes import below_with
 from tests.waiting import wait_until
 
 AWAKE_S, DEADLINE_S = 1.0, 30.0  # of CPU that a scheduler which doesn't sleep has used up by the deadline
@@ -27,15 +28,14 @@ def test_it_sleeps_only_while_paused_with_nothing_put_back(paused: bool, deferre
     scheduler = SimpleNamespace(_engine_paused=paused, maybe_sleep_on_idle=lambda: calls.append(1))
     if deferred is not None:  # SGLang 0.5.15.post1 puts nothing back
         scheduler._deferred_input_requests = deferred
-    assert paused_sleep._after_messages(None, scheduler, []) is None
+    paused_sleep._after_messages(None, scheduler, [])
     assert len(calls) == slept
 
 
 def scheduler_of(api: Api) -> psutil.Process:
     port = api.url.rpartition(":")[2]
-    servers = [p for p in psutil.process_iter(["cmdline"]) if port in (p.info["cmdline"] or [])]
-    children = {child.pid: child for server in servers for child in server.children(recursive=True)}
-    (found,) = (child for child in children.values() if "scheduler" in " ".join(child.cmdline()))
+    servers = below_with(f"--port {port}")  # the guard and the server below it
+    (found,) = {child.pid: child for server in servers for child in below_with("scheduler", root=server.pid)}.values()
     return found
 
 

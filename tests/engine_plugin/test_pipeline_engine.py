@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import prompt
-from engine_api import Api, Background, Serve
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.evidence import why_not_loaded, why_not_paused
@@ -18,6 +16,8 @@ from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, PublicationReport, publish
 from slime_backend.publication import transaction as publication
 from slime_backend.transports.disk import CheckpointTransport
+from tests.engine_plugin.checks import prompt
+from tests.engine_plugin.engine_api import Api, Background, Serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

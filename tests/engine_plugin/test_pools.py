@@ -13,10 +13,10 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from tree_only import Cache
 
 from slime_backend.engine_plugin import guard, pools
 from slime_backend.engine_plugin.pools import Free
+from tests.engine_plugin.tree_only import Cache
 
 ROWS = 8
 

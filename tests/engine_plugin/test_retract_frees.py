@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import Req, retract_all
-from tree_only import Cache
 
 from slime_backend.engine_plugin import retract_frees
+from tests.engine_plugin.tree_only import Cache
 
 Retract = Callable[..., Any]
 

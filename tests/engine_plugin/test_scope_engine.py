@@ -6,7 +6,9 @@ Publications under load are in test_scope_load_engine.py.
 from __future__ import annotations
 
 import pytest
-from checks import (
+
+from slime_backend.wire import ACTIVE
+from tests.engine_plugin.checks import (
     TOLERANCE,
     audit_difference,
     check_form,
@@ -16,11 +18,9 @@ from checks import (
     plain_difference,
     prompt,
 )
-from engine_api import Background, Endless, Serve, go_on
-from scoped import DENSE, HOOKS, RUNNING, Scoped
-from tiny_models import Reference
-
-from slime_backend.wire import ACTIVE
+from tests.engine_plugin.engine_api import Background, Endless, Serve, go_on
+from tests.engine_plugin.scoped import DENSE, HOOKS, RUNNING, Scoped
+from tests.engine_plugin.tiny_models import Reference
 from tests.waiting import ENDLESS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

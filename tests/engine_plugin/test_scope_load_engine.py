@@ -9,13 +9,13 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from checks import TOLERANCE, audit_difference, prompt
-from scoped import RUNNING, Scoped
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationReport, publish
+from tests.engine_plugin.checks import TOLERANCE, audit_difference, prompt
+from tests.engine_plugin.scoped import RUNNING, Scoped
 from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.soak]

@@ -19,14 +19,14 @@ from typing import Any
 
 import pytest
 import torch
-from checks import TOLERANCE, audit_difference, contexts, plain_difference
-from engine_api import Api, Background, Endless, Serve
-from tiny_models import WINDOW, Reference
 
 from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
 from slime_backend.simulation.models import byte_tokenizer
 from slime_backend.wire import ACTIVE, NOT_NEEDED, SchedulerReport
 from tests import tensor_parallel
+from tests.engine_plugin.checks import TOLERANCE, audit_difference, contexts, plain_difference
+from tests.engine_plugin.engine_api import Api, Background, Endless, Serve
+from tests.engine_plugin.tiny_models import WINDOW, Reference
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

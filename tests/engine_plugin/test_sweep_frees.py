@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from tree_only import Cache
 
 from slime_backend.engine_plugin import kv_evidence, scope
+from tests.engine_plugin.tree_only import Cache
 
 ENTRIES = 40
 

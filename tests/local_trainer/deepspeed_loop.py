@@ -19,7 +19,7 @@ import psutil
 from slime_backend.config import make_config
 from slime_backend.local_trainer import loop
 from slime_backend.runs import RunError
-from tests.local_trainer.test_loop_staleness import fake_fleet
+from tests.local_trainer.fake_runs import fake_fleet
 from tests.processes import below_with
 
 

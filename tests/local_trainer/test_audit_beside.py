@@ -20,10 +20,9 @@ from slime_backend.config import RunConfig
 from slime_backend.ledger.writer import Ledger
 from slime_backend.local_trainer import loop
 from slime_backend.local_trainer.audit_beside import AuditBeside
-from tests.processes import below_with
+from tests.local_trainer.fake_runs import fake_fleet
+from tests.processes import below_with, is_running, wait_gone
 from tests.waiting import wait_until
-
-from .test_loop_staleness import fake_fleet
 
 STARTING = """
 import pathlib, sys, time
@@ -112,12 +111,11 @@ def test_it_does_not_outlive_its_trainer(tmp_path):
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "started\n"
         tree = wait_until(lambda: tree_of(trainer), "the guard and the audit run")
-        assert all(p.is_running() for p in tree)
+        assert all(is_running(p.pid) for p in tree)
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
-    _, alive = psutil.wait_procs(tree, timeout=20)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert wait_gone([p.pid for p in tree]) == []
 
 
 def test_it_is_stopped_with_a_run_that_fails(config, tmp_path):

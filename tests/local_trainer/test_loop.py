@@ -21,8 +21,7 @@ from slime_backend.publication import EngineOutcome, PublicationReport
 from slime_backend.report import write
 from slime_backend.runs import RunError
 from slime_backend.tracking.tracker import Tracker
-
-from ..provenance.examples import example
+from tests.provenance.examples import example
 
 STEPS, GROUP = 3, 2
 
@@ -49,7 +48,7 @@ class Worker:
 
 
 class Writer:
-    directory = None
+    directory: str | None = None
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at, self.calls = fails_at, []
@@ -142,8 +141,8 @@ def test_a_summary_that_fails_loses_neither_the_tracker_nor_the_report(train, tm
         raise error
 
     monkeypatch.setattr(loop, "write_summary", fails)
-    monkeypatch.setattr(loop, "report_at_the_end", lambda run_dir, say: reported.append(run_dir))
     reported, writer = [], Writer()
+    monkeypatch.setattr(loop, "report_at_the_end", lambda run_dir, say: reported.append(run_dir))
     with pytest.raises(RunError, match=rf"^no summary: {type(error).__name__}: [^\n]*summary.json is not$"):
         train(Tracker(lambda: writer, "W&B"))
     assert writer.calls[-1] == f"finish {STEPS * GROUP}"

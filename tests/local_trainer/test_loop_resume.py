@@ -12,7 +12,7 @@ from slime_backend.config import RunConfig
 from slime_backend.local_trainer import loop
 from slime_backend.local_trainer.checkpoint import load_trainer_state
 from slime_backend.run_files.jsonl import read_jsonl
-from tests.local_trainer.test_loop_staleness import fake_fleet
+from tests.local_trainer.fake_runs import fake_fleet
 
 
 def test_a_cancelled_run_leaves_a_summary_and_goes_on_where_it_stood(tmp_path, tiny_directory, monkeypatch):

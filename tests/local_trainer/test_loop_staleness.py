@@ -7,33 +7,19 @@ the loss is in test_staleness_loss.py, a real engine under a policy in tests/tes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime_backend.config import EnginesConfig, RunConfig
-from slime_backend.engine_client import EngineClient
-from slime_backend.fleet import Fleet, admit
+from slime_backend.config import RunConfig
 from slime_backend.ledger.files import list_segments, read_rollouts
 from slime_backend.local_trainer import loop
-from slime_backend.policy import Policy
 from slime_backend.run_files.jsonl import read_jsonl
-from slime_backend.simulation.fake_engine import FakeEngine
+from tests.local_trainer.fake_runs import fake_fleet
 
 STEPS, GROUPS, SAMPLES = 4, 3, 2
-
-
-@asynccontextmanager
-async def fake_fleet(
-    config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path, say: Callable[[str], None]
-) -> AsyncIterator[Fleet]:
-    async with FakeEngine(version=version, token_s=0.004) as engine, EngineClient(engine.url, name="engine0") as client:
-        fleet = Fleet(policy, version)
-        await admit(fleet, client)
-        yield fleet
 
 
 @pytest.fixture

@@ -20,30 +20,15 @@ from slime_backend.local_trainer import loop
 from slime_backend.run_files.jsonl import JsonlWriter, read_jsonl
 from slime_backend.runs import RunError
 from slime_backend.simulation.models import make_tiny_model
-from tests.local_trainer.test_loop_staleness import fake_fleet
+from tests.local_trainer.fake_runs import STEPS, config_of, fake_fleet
+from tests.wandb_files import read_wandb
 
-from ..wandb_files import read_wandb
-
-STEPS, AT = 4, 2
+AT = 2
 POINTS = ("before the row", "after the row", "weights saved", "state saved", "published", "after the line")
 
 
 class Killed(BaseException):
     pass
-
-
-def config_of(tmp_path, tiny_directory, **settings):
-    return RunConfig(
-        runs_dir=str(tmp_path),
-        model=str(tiny_directory),
-        disjoint_prefix_sharing="retract",
-        steps=STEPS,
-        groups_per_step=2,
-        samples_per_group=2,
-        groups_ahead=2,
-        audit_rollouts=0,
-        **settings,
-    )
 
 
 def end_at(patch, point):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,7 @@ from slime_backend.local_trainer import loop
 from slime_backend.local_trainer.checkpoint import forget_unpublished
 from slime_backend.local_trainer.retention import audit_is_behind, prune, removable
 from slime_backend.simulation.models import load_model
-
-from ..provenance.conftest import MadeRun, pure, recomputed
+from tests.provenance.conftest import MadeRun, pure, recomputed
 
 PRESENT = [f"v{i}" for i in range(11)] + ["base", "v", "v1.bak"]
 
@@ -65,7 +65,7 @@ def run_loop(tmp_path):
         checkpoints(tmp_path / "weights", [f"v{i}" for i in range(10)])
         if behind is not None:
             audit_follow.save(tmp_path, AuditResult(waiting=behind, finished=False))
-        self = SimpleNamespace(
+        self: Any = SimpleNamespace(
             config=SimpleNamespace(publication=SimpleNamespace(keep_versions=keep)),
             beside=None if behind is None else object(),
             run_dir=tmp_path,

@@ -16,8 +16,7 @@ from slime_backend.local_trainer.grpo import GrpoConfig, Sample, grpo_step, make
 from slime_backend.provenance.staleness import decide, rollout_lag
 from slime_backend.tracking.alerts import GAP_AT_LAG_0, gap_alerts, gap_threshold
 from slime_backend.wire import Span
-
-from ..provenance.examples import example
+from tests.provenance.examples import example
 
 
 @torch.no_grad()

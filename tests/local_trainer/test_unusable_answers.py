@@ -11,8 +11,7 @@ from slime_backend.local_trainer import loop, rollouts
 from slime_backend.provenance.errors import RecordError
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.run_files.jsonl import read_jsonl
-from tests.local_trainer.test_loop_staleness import fake_fleet
-from tests.local_trainer.test_resume_points import config_of
+from tests.local_trainer.fake_runs import config_of, fake_fleet
 
 
 def break_answers(monkeypatch, which):

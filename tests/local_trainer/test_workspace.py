@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from slime_backend.tracking.tracker import STEP_METRICS
-
-from .test_metrics import logged
+from tests.local_trainer.metric_names import logged
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "make_wandb_workspace.py"
 

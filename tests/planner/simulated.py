@@ -20,7 +20,7 @@ class Request:
     group: int
     answer: int
     done: int = 0
-    left: int = 0  # tokens to prefill before it can decode, once it is admitted
+    left: float = 0  # tokens to prefill before it can decode, once it is admitted
     admitted: bool = False
     sampled: list[int] = field(default_factory=list)  # the publications before each token
 

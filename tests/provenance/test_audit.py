@@ -15,8 +15,7 @@ from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.simulation.models import load_model
 from slime_backend.wire import KvSegment, Prefill
-
-from .conftest import OUTPUT, PROMPT, carried, pure, recomputed, span
+from tests.provenance.conftest import OUTPUT, PROMPT, carried, pure, recomputed, span
 
 TRUE = {
     "pure": pure("v1"),

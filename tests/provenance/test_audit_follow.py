@@ -22,9 +22,8 @@ from slime_backend.ledger.files import Tail, list_segments
 from slime_backend.ledger.writer import Ledger
 from slime_backend.provenance.errors import AuditError
 from slime_backend.simulation.models import load_model
+from tests.provenance.conftest import carried, pure
 from tests.waiting import wait_until
-
-from .conftest import carried, pure
 
 LONG = 60.0  # a deadline that isn't meant to come
 
@@ -136,7 +135,12 @@ def test_after_the_run_it_has_until_its_deadline_and_says_what_it_did_not_get_to
             ledger.append(record)
     audit = Audit(run_dir, load_model)
     check = audit.check
-    monkeypatch.setattr(audit, "check", lambda record: (time.sleep(0.1), check(record)))
+
+    def slow_check(record):
+        time.sleep(0.1)
+        return check(record)
+
+    monkeypatch.setattr(audit, "check", slow_check)
     result = follow(run_dir, audit, idle_s=LONG, deadline_s=0.3, poll_s=0.05)
     assert 0 < result.rollouts < 30
     assert result.recorded == 30
@@ -176,7 +180,7 @@ def test_a_tail_goes_on_where_it_stopped(run_dir, made_run):
                 assert seen == written
         rest = tail.new()
         seen.append(next(rest)["receipt"])
-        rest.close()  # a reader that stops in the middle goes on behind what it took
+        del rest  # a reader that stops in the middle goes on behind what it took
     seen += [row["receipt"] for row in tail.new()]
     assert seen == written
 

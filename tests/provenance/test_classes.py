@@ -15,8 +15,7 @@ from slime_backend.provenance.classes import CLASSES, classify, count_classes, t
 from slime_backend.provenance.drawing import draw
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.wire import Span
-
-from .examples import SEGMENTS, example
+from tests.provenance.examples import SEGMENTS, example
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "provenance.md"
 

@@ -14,8 +14,7 @@ from slime_backend.audit.diagnosis import Diagnostician, nearest
 from slime_backend.audit.scorer import Mix
 from slime_backend.simulation.models import load_model
 from slime_backend.wire import KvSegment
-
-from .conftest import OUTPUT, PROMPT, carried, pure, recomputed, span
+from tests.provenance.conftest import OUTPUT, PROMPT, carried, pure, recomputed, span
 
 LAST = "lm_head.weight"
 STALE = (KvSegment(0, OUTPUT, "v2", (span("v1", 0, 40), span("v2", 40, PROMPT + OUTPUT - 1))),)

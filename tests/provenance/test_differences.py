@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from slime_backend.audit.differences import BINS, QUANTILES, Differences, span_kind, upper_edge
 from slime_backend.wire import KvSegment, Prefill, Span
-
-from .examples import example
+from tests.provenance.examples import example
 
 
 @given(st.lists(st.floats(1e-8, 50), min_size=1, max_size=200), st.sampled_from(QUANTILES))

@@ -28,8 +28,7 @@ from slime_backend.provenance.errors import LedgerError
 from slime_backend.provenance.kv_contexts import restore
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.simulation.made_rollouts import made, receipt
-
-from .examples import SEGMENTS, example
+from tests.provenance.examples import SEGMENTS, example
 
 SMALL = 40_000  # bytes: some 50 records a segment
 

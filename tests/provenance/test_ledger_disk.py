@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -197,11 +198,16 @@ class FullDisk:
         return getattr(self._file, name)
 
 
+def full_disk(file: Any, room: int) -> Any:
+    """A FullDisk in the place of a file."""
+    return FullDisk(file, room)
+
+
 @pytest.mark.parametrize("room", [1, 6])
 def test_a_torn_write_that_cannot_be_cut_off_damages_itself_only(tmp_path, room):
     writer = JsonlWriter(tmp_path / "x.jsonl")
     writer.append({"n": 1})
-    disk = writer._file = FullDisk(writer._file, room)
+    writer._file = disk = full_disk(writer._file, room)
     with pytest.raises(OSError, match="No space left"):
         writer.append({"n": 2})
     disk.room = None
@@ -215,7 +221,7 @@ def test_a_torn_write_that_cannot_be_cut_off_damages_itself_only(tmp_path, room)
 def test_the_ledger_finds_what_stands_behind_a_torn_write(tmp_path):
     with Ledger(tmp_path) as ledger:
         ledger.append(made(0))
-        disk = ledger._writer._file = FullDisk(ledger._writer._file, 20)
+        ledger._writer._file = disk = full_disk(ledger._writer._file, 20)
         with pytest.raises(OSError, match="No space left"):
             ledger.append(made(1))
         disk.room = None

@@ -16,8 +16,7 @@ from slime_backend.provenance.kv_contexts import restore, shorten
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.simulation.made_rollouts import made
 from slime_backend.wire import Span
-
-from .examples import SEGMENTS, example
+from tests.provenance.examples import SEGMENTS, example
 
 PROMPT, EACH = 1200, 64  # output tokens between two publications
 LIMIT = 2048

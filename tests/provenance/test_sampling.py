@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_backend.audit.sampling import Plan, Sample, chance_to_find, sample_size
-
-from .examples import example
+from tests.provenance.examples import example
 
 COUNTS = st.integers(1, 200).flatmap(lambda m: st.tuples(st.just(m), st.integers(0, m), st.integers(0, m)))
 

@@ -16,9 +16,8 @@ from slime_backend.provenance.sampling_params import (
     transforming,
 )
 from slime_backend.simulation.models import load_model
-
-from .conftest import pure
-from .examples import example
+from tests.provenance.conftest import pure
+from tests.provenance.examples import example
 
 CHANGES_LOGITS = {
     "frequency_penalty": 0.5,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from slime_backend.report.summary import summarise, write_summary
-
-from .examples import SEGMENTS, example
+from tests.provenance.examples import SEGMENTS, example
 
 
 def test_classes_add_up_and_traits_are_counted_for_themselves(tmp_path):

@@ -15,9 +15,8 @@ import pytest
 
 from slime_backend.tracking.alerts import Alert
 from slime_backend.tracking.tracker import TABLE_COLUMNS, Tracker, make_tracker
-
-from ..wandb_files import read_wandb
-from .examples import SEGMENTS, example
+from tests.provenance.examples import SEGMENTS, example
+from tests.wandb_files import read_wandb
 
 ALERT = Alert("Engine retired", "engine1 at v3: load: disk full", "WARN")
 RECORDS = [example(name) for name in SEGMENTS]

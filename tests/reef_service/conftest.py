@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if binaries is None:
         pytest.skip("no PostgreSQL server here; apt-get install postgresql")
     data = Path("/tmp") / f"reef-postgres-{os.getpid()}"  # readable for the server's user, whoever runs the tests
-    user = {}
+    user: dict[str, Any] = {}
     if os.getuid() == 0:  # the server refuses to run as root
         try:
             owner = pwd.getpwnam("postgres")
@@ -69,7 +70,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", **user,
         )  # fmt: skip
         try:
-            ready = [binaries / "pg_isready", "-h", "127.0.0.1", "-p", str(port), "-t", "1"]
+            ready: list[str | Path] = [binaries / "pg_isready", "-h", "127.0.0.1", "-p", str(port), "-t", "1"]
             for _ in range(60):
                 if subprocess.run(ready, capture_output=True, timeout=30).returncode == 0:
                     break

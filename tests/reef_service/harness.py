@@ -27,6 +27,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}{# knows <think> #}"
 )
 
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
+
 
 def make_model(directory: Path) -> Path:
     """A directory with a byte-level tokenizer and a template with reasoning and tools; no weights, no torch."""
@@ -110,3 +112,27 @@ async def gateway_on(tmp_path, *texts, engines=2, sharing="retract", end=True, u
 async def until(condition, seconds=DEADLINE_S):
     """Wait for something that happens soon."""
     await waiting.until(condition, "what the test waits for", seconds)
+
+
+def checkpoint(tmp_path: Path, name: str) -> str:
+    directory = tmp_path / name
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    return str(directory)
+
+
+async def read_stream(reader):
+    """The JSON of every event, and whether [DONE] came."""
+    raw = (await reader.read()).decode()
+    data = [line[6:] for line in raw.split("\n") if line.startswith("data: ")]
+    return [json.loads(d) for d in data if d != "[DONE]"], "[DONE]" in data
+
+
+async def scored(client, number, score=1.0, **headers):
+    _, answer = await client.post("/v1/chat/completions", CHAT, **headers)
+    receipt = answer["reef"]["receipt"]
+    body = {"id": f"r{number}", "score": score, "receipts": [receipt]}
+    assert (await client.post("/reef/report", body))[0] == 200
+    return receipt

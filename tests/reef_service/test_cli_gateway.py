@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reef_service.store import open_store
+from tests.command_line import run
 from tests.reef_service.examples import turn
-from tests.test_cli import run
 
 CONFIG = "configs/gateway_cpu.yaml"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.reef_service.harness import gateway_on
@@ -9,7 +11,8 @@ from tests.reef_service.harness import gateway_on
 anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed; pip install 'reef-slime[dev]'")
 openai = pytest.importorskip("openai", reason="openai is not installed; pip install 'reef-slime[dev]'")
 
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+LOOK: dict[str, Any] = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": LOOK}]
 ANSWER = '<think>\nhm\n</think>\n\nI look.<tool_call>{"name": "look", "arguments": {"where": "é"}}</tool_call>'
 USER = [{"role": "user", "content": "hi"}]
 
@@ -65,7 +68,7 @@ def test_openai_chat_streamed_says_the_same(tmp_path, run_async):
 
 def test_openai_stream_helper(tmp_path, run_async):
     """The client's own accumulating helper takes our chunks."""
-    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    strict = [{"type": "function", "function": {**LOOK, "strict": True}}]
 
     async def work():
         async with (

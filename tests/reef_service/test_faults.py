@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 
 import pytest
 
-from tests.reef_service.harness import gateway_on, until
-
-CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
-
-
-def checkpoint(tmp_path: Path, name: str) -> str:
-    directory = tmp_path / name
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    return str(directory)
-
-
-async def read_stream(reader):
-    """The JSON of every event, and whether [DONE] came."""
-    raw = (await reader.read()).decode()
-    data = [line[6:] for line in raw.split("\n") if line.startswith("data: ")]
-    return [json.loads(d) for d in data if d != "[DONE]"], "[DONE]" in data
+from tests.reef_service.harness import CHAT, checkpoint, gateway_on, read_stream, until
 
 
 def text_of(events):

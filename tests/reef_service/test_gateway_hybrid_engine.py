@@ -10,13 +10,14 @@ import itertools
 import random
 import shutil
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.wire import ANCHORS_HOOK
+from tests.reef_service.engine_gateway import gateway_on_fleet
 from tests.reef_service.harness import Client
-from tests.reef_service.test_gateway_engine import gateway_on_fleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak]  # make test has the gateway on a dense engine
 
@@ -53,7 +54,7 @@ class Session:
 
     async def ask(self, ids):
         """All tokens after the answer, and how many of the prompt were found in the cache."""
-        sampling = {"max_new_tokens": 40, "ignore_eos": True}
+        sampling: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
         if not self.anchored:
             sampling["custom_params"] = {"kv_anchors": []}
         body = {"input_ids": ids, "sampling_params": sampling}

@@ -1,16 +1,26 @@
-"""Holds the environment of `make env` against what the gateway's tests need, so that none is left out there unseen."""
+"""The lock of `make env` holds what the gateway's tests need: without it, none of them is collected."""
 
 from __future__ import annotations
 
-import sys
+import re
 from pathlib import Path
 
-import pytest
+from tests.reef_service.conftest import NEEDED
 
-from tests.reef_service.conftest import MISSING
+LOCK = Path(__file__).resolve().parents[2] / "requirements" / "cpu.lock"
 
 
-def test_the_locked_environment_has_what_the_gateway_needs():
-    if not (Path(sys.prefix) / ".reef-slime-lock").is_file():
-        pytest.skip("this environment was not made by make env, so what it lacks is its owner's choice")
-    assert MISSING == []
+def locked(text: str) -> set[str]:
+    """The packages of a lock, named as they are imported."""
+    return {name.lower().replace("-", "_") for name in re.findall(r"^([\w.-]+)==", text, flags=re.MULTILINE)}
+
+
+def test_the_lock_has_what_the_gateways_tests_need():
+    assert set(NEEDED) <= locked(LOCK.read_text())
+
+
+def test_control_a_package_that_leaves_the_lock_is_missed():
+    lines = LOCK.read_text().splitlines()
+    for name in NEEDED:
+        kept = [line for line in lines if locked(line) != {name}]
+        assert set(NEEDED) - locked("\n".join(kept)) == {name}

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -46,7 +47,7 @@ class Load:
                     continue
                 receipt = answer["reef"]["receipt"]
                 self.receipts.add(receipt)
-                report = {"id": f"r-{receipt}", "score": 1.0, "receipts": [receipt]}
+                report: dict[str, Any] = {"id": f"r-{receipt}", "score": 1.0, "receipts": [receipt]}
                 if (await self.client.post("/reef/report", report))[0] == 200:
                     self.reports[report["id"]] = receipt
             except (OSError, EOFError, ValueError):  # the gateway is dead: nothing was acknowledged

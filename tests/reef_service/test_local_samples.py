@@ -15,8 +15,7 @@ from reef_service.slime_rollout import not_trainable as not_slimes
 from reef_service.store.samples import StoredSample
 from slime_backend.local_trainer.grpo import GrpoConfig, grpo_step, make_optimizer
 from slime_backend.simulation.models import load_model
-
-from .examples import turn
+from tests.reef_service.examples import turn
 
 SPANS = [{"version": "v0", "start": 0, "end": 3}]
 

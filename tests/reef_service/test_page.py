@@ -9,8 +9,7 @@ import re
 import pytest
 
 from tests.provenance.report.browser import FLAGS, Elements, find_chromium
-from tests.reef_service.harness import gateway_on
-from tests.reef_service.test_faults import CHAT, checkpoint
+from tests.reef_service.harness import CHAT, checkpoint, gateway_on
 
 
 async def browse(url, tmp_path, *flags):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from typing import Any
 
 import pytest
 
@@ -147,6 +148,18 @@ def test_a_crowded_engine_is_left_alone(fleet):
     assert choose(router, [1], "s") != first
 
 
+def test_among_busy_engines_one_with_half_as_many_again_is_crowded(fleet):
+    router = Router(fleet)
+    first = choose(router, [1], "s")
+    busy = 4 * SLACK
+    for member in fleet.members.values():
+        member.in_flight = busy
+    fleet.members[first].in_flight = busy * 3 // 2
+    assert choose(router, [1], "s") == first
+    fleet.members[first].in_flight = busy * 3 // 2 + 1
+    assert choose(router, [1], "s") != first
+
+
 def test_a_retired_engine_loses_its_sessions(fleet):
     router = Router(fleet)
     first = choose(router, [1], "s")
@@ -218,7 +231,7 @@ def test_the_tiny_models_tokens_are_those_of_transformers(tiny_model):
     from slime_backend.simulation.models import load_tokenizer
 
     ours, theirs = ModelTokenizer(tiny_model), load_tokenizer(tiny_model)
-    messages = CONVERSATIONS[0][0]
+    messages: Any = CONVERSATIONS[0][0]
     text = ours.template.render(messages)
     assert ours.encode(text) == list(
         theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -296,7 +309,7 @@ def test_without_tags_in_the_template_nothing_is_cut():
 
 
 def test_what_clients_change_when_they_hand_an_answer_back_does_not_count():
-    ours = [
+    ours: list[Any] = [
         {"role": "user", "content": "u"},
         {
             "role": "assistant",
@@ -304,7 +317,7 @@ def test_what_clients_change_when_they_hand_an_answer_back_does_not_count():
             "tool_calls": [{"function": {"name": "f", "arguments": '{"b":1, "a":2}'}}],
         },
     ]
-    theirs = [
+    theirs: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "u"}]},
         {
             "role": "assistant",
@@ -315,7 +328,7 @@ def test_what_clients_change_when_they_hand_an_answer_back_does_not_count():
         },
     ]
     assert digests(normalise(ours), []) == digests(normalise(theirs), [])
-    other = [ours[0], {"role": "assistant", "content": "no"}]
+    other: list[Any] = [ours[0], {"role": "assistant", "content": "no"}]
     assert digests(normalise(ours), [])[:2] == digests(normalise(other), [])[:2]
     assert digests(normalise(ours), [])[2] != digests(normalise(other), [])[2]
     assert digests(normalise(ours), [])[0] != digests(normalise(ours), ["tools"])[0]

@@ -17,8 +17,7 @@ import pytest
 
 from slime_backend.simulation.fleet_process import fake_engines
 from tests.reef_service.gateway_process import GatewayProcess
-from tests.reef_service.harness import Client
-from tests.reef_service.test_faults import checkpoint
+from tests.reef_service.harness import Client, checkpoint
 
 SECONDS = float(os.environ.get("REEF_GATEWAY_SECONDS", "3"))
 CLIENTS = int(os.environ.get("REEF_GATEWAY_CLIENTS", "16"))

@@ -15,8 +15,7 @@ import pytest
 
 from reef_service import slime_rollout
 from reef_service.client import BatchClient, GatewayError
-from tests.reef_service.harness import gateway_on, until
-from tests.reef_service.test_training import scored
+from tests.reef_service.harness import gateway_on, scored, until
 
 
 class StandIn:
@@ -113,7 +112,12 @@ def test_it_waits_for_agents_and_says_when_nobody_reports(tmp_path, run_async, s
                 await asyncio.to_thread(slime_rollout.generate_rollout, arguments(client), 0, None)
             monkeypatch.setattr(slime_rollout, "WAIT_S", 60.0)
             asked, once = [], BatchClient._once
-            monkeypatch.setattr(BatchClient, "_once", lambda self, *args: (asked.append(args), once(self, *args))[1])
+
+            def noted(self, *args):
+                asked.append(args)
+                return once(self, *args)
+
+            monkeypatch.setattr(BatchClient, "_once", noted)
             waiting = asyncio.create_task(asyncio.to_thread(slime_rollout.generate_rollout, arguments(client), 0, None))
             await until(lambda: len(asked) >= 2)  # it was given too few, and asks again
             await scored(client, 2)

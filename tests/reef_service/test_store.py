@@ -139,6 +139,27 @@ def test_incomplete_provenance_is_kept_but_not_trained_on(store, run_async):
     assert counts["classes"] == {"unproven": 1}
 
 
+def test_a_session_goes_on_behind_a_turn_of_unknown_class(store, run_async):
+    """A spliced turn has no class; neither has a trajectory with one, whichever of its turns it is."""
+
+    async def work():
+        await store.add_turn(turn("a", prompt=(1,), output=(10,), state="spliced"))
+        behind = await store.add_turn(turn("b", prompt=(1, 10, 2), output=(11,), parent="a", at=2.0))
+        await store.add_turn(turn("c", session="t", prompt=(1,), output=(10,)))
+        before = await store.add_turn(
+            turn("d", session="t", prompt=(1, 10, 2), output=(11,), parent="c", at=3.0, state="spliced")
+        )
+        for session in "st":
+            await store.add_report(Report(f"r{session}", 1.0, session=session))
+        kept = [(await store.turn(receipt))["output_ids"] for receipt in "abcd"]
+        return behind, before, kept, await store.lease(Wish())
+
+    behind, before, kept, lease = run_async(work())
+    assert (behind.trajectory, behind.forked) == (before.trajectory, before.forked) == (0, False)
+    assert [list(ids) for ids in kept] == [[10], [11], [10], [11]]
+    assert lease.samples == ()
+
+
 def test_a_report_sent_twice_is_one_report(store, run_async):
     async def work():
         await store.add_turn(turn("a"))

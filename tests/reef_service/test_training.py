@@ -6,18 +6,9 @@ import asyncio
 
 import pytest
 
-from tests.reef_service.harness import gateway_on
-from tests.reef_service.test_faults import checkpoint
+from tests.reef_service.harness import checkpoint, gateway_on, scored
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30}
-
-
-async def scored(client, number, score=1.0, **headers):
-    _, answer = await client.post("/v1/chat/completions", CHAT, **headers)
-    receipt = answer["reef"]["receipt"]
-    body = {"id": f"r{number}", "score": score, "receipts": [receipt]}
-    assert (await client.post("/reef/report", body))[0] == 200
-    return receipt
 
 
 def test_from_answer_to_acknowledged_sample(tmp_path, run_async):

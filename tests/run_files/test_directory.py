@@ -46,9 +46,8 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
     }
     joined = {node.right for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)}
     for call in ast.walk(tree):
-        function = call.func if isinstance(call, ast.Call) else None
-        if isinstance(function, ast.Attribute) and function.attr in ("joinpath", "with_name"):
-            joined |= set(call.args)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            joined |= set(call.args) if call.func.attr in ("joinpath", "with_name") else set()
     inside = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if node in docstrings or node in inside:

@@ -55,10 +55,17 @@ def test_two_writers_of_a_file_do_not_mix(tmp_path: Path):
 def test_durable_contents_are_on_the_disk_before_they_have_the_name(tmp_path: Path, monkeypatch):
     calls: list[str] = []
     sync, rename = os.fsync, Path.replace
-    monkeypatch.setattr(
-        "os.fsync", lambda fd: (calls.append("file" if os.path.isfile(f"/proc/self/fd/{fd}") else "names"), sync(fd))
-    )
-    monkeypatch.setattr(Path, "replace", lambda self, target: (calls.append("rename"), rename(self, target))[1])
+
+    def noted_sync(descriptor: int) -> None:
+        calls.append("file" if os.path.isfile(f"/proc/self/fd/{descriptor}") else "names")
+        sync(descriptor)
+
+    def noted_rename(self: Path, target: Path) -> Path:
+        calls.append("rename")
+        return rename(self, target)
+
+    monkeypatch.setattr("os.fsync", noted_sync)
+    monkeypatch.setattr(Path, "replace", noted_rename)
     replace_file(tmp_path / "a", "x", durable=True)
     assert calls == ["file", "rename", "names"]
     calls.clear()

@@ -14,7 +14,8 @@ import pytest
 from tests.slime import job_guard
 from tests.slime.jobs import TIMED_OUT, run_job
 
-# Prints its own id and that of a grandchild in a session of its own, whose parent ends at once.
+# Prints its own id and that of a grandchild in a session of its own, whose parent ends at once; each line in one write,
+# as both write to one pipe.
 STRANGER = r"""
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -22,11 +23,9 @@ if os.fork() == 0:
     os.setsid()
     if os.fork():
         os._exit(0)
-    sys.stdout.write(f"{os.getpid()}\n")  # in one piece: two processes write here
-    sys.stdout.flush()
+    os.write(1, b"%d\n" % os.getpid())
     time.sleep(600)
-sys.stdout.write(f"{os.getpid()}\n")  # in one piece: two processes write here
-sys.stdout.flush()
+os.write(1, b"%d\n" % os.getpid())
 time.sleep(float(sys.argv[1]))
 """
 
@@ -51,7 +50,7 @@ def guarded():
             pipe.close()
 
 
-def gone(ids: list[int], within_s: float = 20.0) -> bool:
+def gone(ids: list[int], within_s: float = 60.0) -> bool:
     until = time.monotonic() + within_s
     while set(ids) & set(job_guard.parents()):
         if time.monotonic() > until:

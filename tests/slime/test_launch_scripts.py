@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ..launch_scripts import LOOPS, ROOT, our_flags, printed, slime_flags
+from tests.launch_scripts import LOOPS, ROOT, our_flags, printed, slime_flags
 
 pytestmark = [pytest.mark.slime, pytest.mark.slow]
 ROLLOUTS = "slime_backend.slime_hooks.rollouts"

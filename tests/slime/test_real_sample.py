@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ..launch_scripts import ROOT
+from tests.launch_scripts import ROOT
 
 pytestmark = pytest.mark.slime
 

@@ -12,8 +12,7 @@ from slime_backend.ledger.index import Query
 from slime_backend.ledger.reader import open_reader
 from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.simulation.models import load_model
-
-from ..wandb_files import read_wandb
+from tests.wandb_files import read_wandb
 
 pytestmark = [pytest.mark.slime, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ def load_function(path: str):
 def fake_slime(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     """Installs them; the rows that slime's logger was given."""
     logged: list[dict[str, float]] = []
-    contents = {
+    contents: dict[str, dict[str, Any]] = {
         "slime": {},
         "slime.utils": {},
         "slime.utils.misc": {"load_function": load_function},

@@ -58,7 +58,7 @@ def make_engine(port: int = 0) -> Any:
         def continue_generation(self) -> None:
             self.calls.append("continue")
 
-    compat.open_weight_sessions(SimpleNamespace(SGLangEngine=Engine))  # type: ignore[arg-type]
+    compat.open_weight_sessions(SimpleNamespace(SGLangEngine=Engine))
     return Engine()
 
 

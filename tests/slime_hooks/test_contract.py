@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +60,7 @@ def helper(): ...
 SYMBOLS = {"slime.utils.types": ["Sample", "generate"]}
 
 
-def tree(root: Path, **changed: str) -> Path:
+def tree(root: Path, **changed: tuple[str, str]) -> Path:
     """The made-up slime below `root`; `changed`: file name without suffix -> (old text, new text)."""
     for name, text in TREE.items():
         for stem, (before, after) in changed.items():
@@ -180,7 +181,7 @@ def names_in(source: str) -> set[str]:
     but a dotted name of slime's, and as `module.X` inside a function that is given one of slime's modules, by
     `on_import` or in PATCHES."""
     parsed = ast.parse(source)
-    found: set[str] = set()
+    found: set[Any] = set()
     functions = {n.name: n for n in ast.walk(parsed) if isinstance(n, ast.FunctionDef)}
     for node in ast.walk(parsed):
         if isinstance(node, ast.ImportFrom) and is_slime(node.module):
@@ -193,7 +194,7 @@ def names_in(source: str) -> set[str]:
         if len(given) == 2 and isinstance(given[0], ast.Constant) and isinstance(given[1], ast.Name):
             module, patch = given[0].value, functions.get(given[1].id)
             if is_slime(module) and patch is not None:
-                found |= {f"{module}:{name}" for name in attributes_of(patch, patch.args.args[0].arg)}
+                found |= {f"{module!s}:{name}" for name in attributes_of(patch, patch.args.args[0].arg)}
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,7 @@ from slime_backend.slime_hooks.engines import engine as engine_hooks
 from slime_backend.slime_hooks.engines import router
 from slime_backend.slime_hooks.engines.engine import WrongEngineError, check_identity, hooks_for
 from slime_backend.wire import HOOKS_VARIABLE
-
-from .fake_router import FakeRouter
+from tests.slime_hooks.fake_router import FakeRouter
 
 
 class HTTPError(Exception):
@@ -26,7 +26,7 @@ class HTTPError(Exception):
 def module(monkeypatch):
     """slime's module, as far as it is changed. `registered`: what reached the router, in order."""
     monkeypatch.delenv(HOOKS_VARIABLE, raising=False)
-    found = ModuleType("sglang_engine")
+    found: Any = ModuleType("sglang_engine")
     found.started, found.killed, found.posted = [], [], []
     found.answering = {}
     found.requests = SimpleNamespace(exceptions=SimpleNamespace(HTTPError=HTTPError))

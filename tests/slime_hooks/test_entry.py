@@ -92,7 +92,7 @@ def test_numpy_2_passes_slimes_assertion_only_where_it_stands():
     import numpy
 
     def init():
-        assert np.__version__.startswith("1."), "Megatron does not support numpy 2.x"  # noqa: F821
+        assert np.__version__.startswith("1."), "Megatron does not support numpy 2.x"  # type: ignore[name-defined]  # noqa: F821
 
     module = SimpleNamespace(np=numpy, init=init)
     compat.pass_numpy_assertion(module)

@@ -4,57 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import contextmanager
 
 import pytest
 
-from slime_backend.event_loop import LoopThread
-from slime_backend.policy import decide
 from slime_backend.run_files.jsonl import read_jsonl
-from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.transport import NameTransport
 from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, PublicationFailed
-from slime_backend.slime_hooks.weights.publisher import SlimePublisher
+from tests.fake_fleet import FAST
+from tests.slime_hooks.publishing import StubEngine, engines_and_publisher
 from tests.waiting import wait_until
-
-from ..fake_fleet import FAST
-from .fake_router import FakeRouter
-
-
-class StubEngine:
-    """Stands for slime's engine actor: a fake engine, and what the publisher may ask the actor."""
-
-    def __init__(self, fake, router, key):
-        self.fake, self.fake_router, self.key = fake, router, key
-        self.url, self.router = fake.url, router.url
-        self.discarded = False
-
-    def route(self):
-        # What a request would be answered with, from the first moment that it can come here.
-        self.label_when_routed = self.fake.label
-        self.fake_router.add(self.url)
-
-    def discard(self):
-        self.discarded = True
-
-
-@contextmanager
-def engines_and_publisher(tmp_path, count=2, sharing="retract", version="0", discard=False, **engine):
-    servers = LoopThread()
-    policy = decide("disjoint", sharing)
-    router = FakeRouter()
-    fakes = [FakeEngine(version="default", radix_cache=policy.radix_cache, **engine) for _ in range(count)]
-    for fake in fakes:
-        servers.submit(fake.start()).result()
-    publisher = SlimePublisher(policy, version, run_dir=tmp_path, deadlines=FAST, discard_retired=discard)
-    try:
-        yield publisher, [StubEngine(fake, router, f"actor{i}") for i, fake in enumerate(fakes)], router
-    finally:
-        publisher.close()
-        for fake in fakes:
-            servers.submit(fake.stop()).result()
-        servers.stop()
-        router.stop()
 
 
 def publish(publisher, engines, version):

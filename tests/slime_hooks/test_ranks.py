@@ -12,9 +12,8 @@ from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, Publi
 from slime_backend.slime_hooks.weights.ranks import publish_together
 from slime_backend.transports.collective import CollectiveTransport
 from slime_backend.wire import REPORTS_PATH
-
-from ..fake_fleet import FAST
-from .test_publisher import engines_and_publisher
+from tests.fake_fleet import FAST
+from tests.slime_hooks.publishing import engines_and_publisher
 
 WAIT_S = 30.0  # a rank that is left alone in a collective fails the test instead of hanging it
 

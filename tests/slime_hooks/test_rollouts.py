@@ -23,8 +23,7 @@ from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.slime_hooks.rollouts import functions as rollouts
 from slime_backend.slime_hooks.rollouts.flags import CORRECT, set_rollout_functions
 from slime_backend.slime_hooks.rollouts.generate_calls import METADATA_KEY, note_call
-
-from .samples import FakeSample, answer
+from tests.slime_hooks.samples import FakeSample, answer
 
 PROMPT = 6
 SLIME_FLAGS = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -35,7 +36,7 @@ def saver(monkeypatch) -> Saver:
     saver = Saver()
     for name in ("slime", "slime.backends", "slime.backends.megatron_utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    module = ModuleType("slime.backends.megatron_utils.hf_checkpoint_saver")
+    module: Any = ModuleType("slime.backends.megatron_utils.hf_checkpoint_saver")
     module.save_hf_model_to_path = saver
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return saver
@@ -52,7 +53,7 @@ def actor(tmp_path: Path, *, rank: int, monkeypatch, keep: int | None = None):
 
     saved_weights.save_published(SimpleNamespace(MegatronTrainRayActor=MegatronTrainRayActor))
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    made = MegatronTrainRayActor()
+    made: Any = MegatronTrainRayActor()
     made.args = SimpleNamespace(
         reef_save_weights=True,
         reef_run_dir=str(tmp_path / "run"),

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from slime_backend.provenance.errors import StalenessError
 from slime_backend.slime_hooks.rollouts.generate_calls import METADATA_KEY, note_call
 from slime_backend.slime_hooks.rollouts.stale_samples import apply_staleness, trainer_version
-
-from .samples import FakeSample, answer
+from tests.slime_hooks.samples import FakeSample, answer
 
 PROMPT = 4
 ARGS = SimpleNamespace(update_weight_start_version=0)

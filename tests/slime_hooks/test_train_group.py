@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,13 +12,14 @@ from slime_backend.policy import decide
 from slime_backend.slime_hooks.weights import disk_reload, train_group
 from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, PublicationFailed
 from tests.checkpoint_faults import FAULTS
+from tests.slime_hooks.publishing import engines_and_publisher
+from tests.slime_hooks.stub_ray import StubActor, StubMethod
 
-from .test_publisher import engines_and_publisher
-from .test_updaters import StubActor, StubMethod, stub_ray  # noqa: F401
+pytestmark = pytest.mark.usefixtures("stub_ray")
 
 
 @pytest.fixture
-def job(tmp_path, stub_ray):  # noqa: F811
+def job(tmp_path, stub_ray):
     """(group, module, fakes, router): a RayTrainGroup with two engines, changed by us."""
 
     class RayTrainGroup:
@@ -27,7 +29,7 @@ def job(tmp_path, stub_ray):  # noqa: F811
     train_group._publish_in_driver(module)
     with engines_and_publisher(tmp_path / "unused") as (_, engines, router):
         actors = [StubActor(engine) for engine in engines]
-        group = RayTrainGroup()
+        group: Any = RayTrainGroup()
         group.noted = []
         group.args = SimpleNamespace(
             reef_policy=decide("disjoint", "retract"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,51 +19,10 @@ from slime_backend.slime_hooks.weights import updaters
 from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate
 from slime_backend.slime_hooks.weights.rank_link import link_of
 from slime_backend.slime_hooks.weights.updaters import _put_behind_transaction, broadcast
+from tests.slime_hooks.publishing import engines_and_publisher
+from tests.slime_hooks.stub_ray import StubActor
 
-from .test_publisher import engines_and_publisher
-
-
-class RayError(Exception):
-    pass
-
-
-@pytest.fixture(autouse=True)
-def stub_ray(monkeypatch):
-    """A reference is a function; `get` calls it."""
-    ray = ModuleType("ray")
-    ray.exceptions = SimpleNamespace(RayError=RayError)
-    ray.put = lambda value: lambda: value
-
-    def get(reference, timeout=None):
-        return [get(r) for r in reference] if isinstance(reference, list) else reference()
-
-    ray.get, ray.kill = get, lambda actor: None
-    monkeypatch.setitem(sys.modules, "ray", ray)
-    return ray
-
-
-class StubMethod:
-    def __init__(self, function):
-        self.function = function
-
-    def remote(self, *args, **kwargs):
-        result = self.function(*args, **kwargs)
-        return lambda: result
-
-
-class StubActor:
-    """slime's engine actor: what reached it is in `calls`."""
-
-    def __init__(self, engine):
-        self.engine, self.calls = engine, []
-        self._actor_id = SimpleNamespace(hex=lambda: engine.key)
-
-    def __getattr__(self, name):
-        if name == "reef_address":
-            return StubMethod(lambda: (self.engine.url, self.engine.router))
-        if name == "reef_route":
-            return StubMethod(self.engine.route)
-        return StubMethod(lambda *args, **kwargs: self.calls.append(name))
+pytestmark = pytest.mark.usefixtures("stub_ray")
 
 
 class StubUpdater:
@@ -129,9 +89,9 @@ def connected(tmp_path, monkeypatch):
         groups.append((len(engines), engine_gpu_counts))
         return f"group of {len(engines)}"
 
-    slime_module = ModuleType("slime.backends.megatron_utils.update_weight.update_weight_from_distributed")
+    slime_module: Any = ModuleType("slime.backends.megatron_utils.update_weight.update_weight_from_distributed")
     slime_module.connect_rollout_engines_from_distributed = connect
-    parent = ModuleType("slime.backends.megatron_utils.update_weight")
+    parent: Any = ModuleType("slime.backends.megatron_utils.update_weight")
     parent.update_weight_from_distributed = slime_module
     for name in ("slime", "slime.backends", "slime.backends.megatron_utils"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -154,7 +114,8 @@ def connected(tmp_path, monkeypatch):
             rollout_num_gpus_per_engine=1,
         )
         updater = updater_class(args)
-        link_of(updater).ranks = OneRank()
+        link: Any = link_of(updater)
+        link.ranks = OneRank()
         actors = [StubActor(engine) for engine in engines]
         updater.connect_rollout_engines(actors, None, engine_gpu_counts=[1, 2])
         yield updater, actors, [engine.fake for engine in engines], router, groups

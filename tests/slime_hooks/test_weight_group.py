@@ -14,8 +14,7 @@ from slime_backend.event_loop import LoopThread
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.slime_hooks.weights import weight_group
 from slime_backend.slime_hooks.weights.weight_group import Sending
-
-from ..fake_fleet import FAST
+from tests.fake_fleet import FAST
 
 TENSORS = [("1", torch.zeros(4)), ("other", torch.zeros(2, 2))]
 
@@ -91,6 +90,21 @@ def test_after_a_refusal_nothing_more_is_sent_in_this_round(two_engines):
     sending.take_tensors("e0", ["x"], None)
     assert group.sent == sent
     assert [f.calls for f in fakes] == calls
+
+
+def test_after_tensors_that_an_engine_refused_nothing_more_is_sent_in_this_round(two_engines):
+    """No group broke, and still the others would get what comes behind something that one of them lacks."""
+    loop, fakes, clients, group = two_engines
+    fakes[1].session_open = False
+    sending = Sending(loop, clients, 5.0)
+    sending.take_tensors("e1", ["1"], None)
+    assert not sending.broken
+    assert sending.over
+    calls = [list(fake.calls) for fake in fakes]
+    sending.take_tensors("e0", ["1"], None)
+    sending.broadcast("g", group, ["e0"], TENSORS, None)
+    assert group.sent == 0
+    assert [fake.calls for fake in fakes] == calls
 
 
 def test_an_engine_that_hangs_is_named_after_the_deadline(two_engines):

@@ -19,8 +19,7 @@ from slime_backend.audit.sampling import Plan
 from slime_backend.policy import decide
 from slime_backend.publication import EngineOutcome, PublicationReport
 from slime_backend.report.summary import write_summary
-
-from ..examples import SEGMENTS, example
+from tests.provenance.examples import SEGMENTS, example
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>\"'><img src=http://evil.invalid/x onerror=document.title='owned'>"

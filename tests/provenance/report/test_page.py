@@ -10,9 +10,8 @@ import pytest
 pytest.importorskip("plotly", reason="plotly is not installed; pip install 'reef-slime[report]'")
 
 from slime_backend.report.write import write_report
-
-from .browser import Elements, dump_dom, find_chromium
-from .conftest import HOSTILE, VIOLATION, publication
+from tests.provenance.report.browser import Elements, dump_dom, find_chromium
+from tests.provenance.report.conftest import HOSTILE, VIOLATION, publication
 
 CHARTS = ("reward", "lag", "hit-rate", "timeline", "publications", "audit")
 browser = pytest.mark.skipif(find_chromium() is None, reason="no chromium is installed to open the report in")

@@ -15,8 +15,7 @@ from slime_backend.report.hit_rate import HitRate
 from slime_backend.report.page import STATIC, STYLE, VARIABLES
 from slime_backend.report.run_data import read_run
 from slime_backend.report.verdict import judge
-
-from .conftest import HOSTILE, VIOLATION, publication
+from tests.provenance.report.conftest import HOSTILE, VIOLATION, publication
 
 FILES = ("summary.json", "steps.jsonl", "publications.jsonl", "rollouts.jsonl", "audit.json")
 
