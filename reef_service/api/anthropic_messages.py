@@ -23,7 +23,7 @@ class MessagesRequest(common.Sampling):
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
     system: str | list[dict[str, Any]] | None = None
-    max_tokens: int | None = Field(None, ge=1, le=10_000_000)
+    max_tokens: Any = common.engine_value("max_new_tokens")
     stop_sequences: list[str] | None = None
     stream: bool | None = False
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)

@@ -28,7 +28,7 @@ _REFUSED = {
 class CompletionRequest(common.Sampling):
     model: str | None = None
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1, le=10_000_000)
+    max_tokens: Any = common.engine_value("max_new_tokens")
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         session=session,
         label=label,
         sampling=body.sampling(),
-        max_tokens=body.max_tokens,
+        max_tokens=16 if body.max_tokens is None else body.max_tokens,
         stop=common.stop_texts(body.stop),
         stream=bool(body.stream),
     )

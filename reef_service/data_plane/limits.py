@@ -14,6 +14,7 @@ class Limits:
     output: int  # tokens
     messages: int = 4096
     stops: int = 16
+    stop_length: int = 1024  # characters: each token is compared with them
 
     def output_for(self, prompt: int, asked: int | None) -> int:
         """How many tokens may be sampled. Raises ApiError 400 where there is no room for any."""

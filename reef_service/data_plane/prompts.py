@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from reef_service.data_plane import engine_values
 from reef_service.data_plane.answers import Answer, TokenRequest
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.sessions import Parent, digest_of_ids, digest_of_text
@@ -23,8 +24,8 @@ class Asked:
     api: str
     session: str
     label: str
-    sampling: Mapping[str, Any]  # without max_new_tokens
-    max_tokens: int | None
+    sampling: Mapping[str, Any]  # as it was sent, without max_new_tokens
+    max_tokens: Any  # as it was sent
     stop: tuple[str, ...]
     stream: bool
 
@@ -38,6 +39,7 @@ async def from_messages(
     options: Mapping[str, Any] | None = None,
 ) -> TokenRequest:
     """A chat. `options` are the template's own (`enable_thinking`, ...). Raises ApiError 400."""
+    asked = _checked(plane, asked)
     template = plane.tokenizer.template
     if template is None:
         raise bad_request("the model has no chat template; use /v1/completions or /generate")
@@ -80,6 +82,7 @@ async def from_messages(
 
 async def from_text(plane: DataPlane, asked: Asked, text: str) -> TokenRequest:
     """A text to be gone on with. Raises ApiError 400."""
+    asked = _checked(plane, asked)
 
     def digest(length: int) -> str | None:
         return digest_of_text(text[:length]) if length <= len(text) else None
@@ -99,6 +102,7 @@ async def from_text(plane: DataPlane, asked: Asked, text: str) -> TokenRequest:
 
 async def from_ids(plane: DataPlane, asked: Asked, ids: Sequence[int]) -> TokenRequest:
     """Token ids, which are sent as they are. Raises ApiError 400."""
+    asked = _checked(plane, asked)
     size = plane.tokenizer.size
     if ids and not (min(ids) >= 0 and max(ids) < size):
         bad = next(i for i in ids if not 0 <= i < size)
@@ -116,12 +120,30 @@ async def from_ids(plane: DataPlane, asked: Asked, ids: Sequence[int]) -> TokenR
     return _request(plane, asked, prompt, parent, history, None)
 
 
+def _checked(plane: DataPlane, asked: Asked) -> Asked:
+    """What the engines can store, and the gateway's own bounds. All APIs come through here. Raises ApiError 400."""
+    if len(asked.stop) > plane.limits.stops:
+        raise bad_request(f"{len(asked.stop)} stop texts; at most {plane.limits.stops} are taken", "stop")
+    long = next((text for text in asked.stop if len(text) > plane.limits.stop_length), None)
+    if long is not None:
+        most = plane.limits.stop_length
+        raise bad_request(f"a stop text has {len(long)} characters; at most {most} are taken", "stop")
+    size = plane.tokenizer.size
+    sampling = engine_values.checked(asked.api, asked.sampling, size)
+    most_tokens = asked.max_tokens
+    if most_tokens is not None:
+        most_tokens = engine_values.check(asked.api, "max_new_tokens", most_tokens, size)
+    return replace(asked, sampling=sampling, max_tokens=most_tokens)
+
+
 def _request(
     plane: DataPlane, asked: Asked, prompt: list[int], parent: Parent | None, history: Any, parser: AnswerParser | None
 ) -> TokenRequest:
-    if len(asked.stop) > plane.limits.stops:
-        raise bad_request(f"{len(asked.stop)} stop texts; at most {plane.limits.stops} are taken", "stop")
     sampling = {**asked.sampling, "max_new_tokens": plane.limits.output_for(len(prompt), asked.max_tokens)}
+    least, most = sampling.get("min_new_tokens", 0), sampling["max_new_tokens"]
+    if least > most:
+        name = engine_values.field(asked.api, "min_new_tokens")
+        raise bad_request(f"{name}={least} is more than the {most} tokens that may be sampled here", name)
     return TokenRequest(
         api=asked.api,
         session=asked.session,
