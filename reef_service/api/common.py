@@ -53,6 +53,7 @@ class Sampling(BaseModel):
     def sampling(self) -> dict[str, Any]:
         """SGLang's sampling_params, without max_new_tokens. A temperature is always in it: it is recorded."""
         named = {
+            "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": self.min_p,

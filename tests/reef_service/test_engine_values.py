@@ -98,8 +98,8 @@ def test_no_api_passes_on_what_an_engine_cannot_store(tmp_path, run_async, path)
     found, fine, asked = run_async(work(), 120)
     assert fine == 200
     for called, value, status, answer in found:
-        message = answer["error"]["message"]
         assert status == 400, (called, value, answer)
+        message = answer["error"]["message"]
         assert message.startswith(f"{called}="), message
         assert "must be" in message
         assert len(message) < 600
