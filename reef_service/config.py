@@ -37,6 +37,9 @@ class GatewayConfig(BaseModel):
     sessions_in_memory: int = Field(10_000, ge=1, description="older ones are read from the store again")
     tokens_in_memory: int = Field(4_000_000, ge=1, description="of the last turns of sessions")
     lease_s: float = Field(600.0, gt=0, description="how long a trainer may keep samples without acknowledging")
+    quarantine_s: float = Field(
+        600.0, ge=0, description="how long a request that an engine ended during is known again"
+    )
     watch_s: float = Field(2.0, gt=0, description="between two looks at the engines")
 
     @model_validator(mode="after")

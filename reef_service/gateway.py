@@ -58,7 +58,7 @@ class Gateway:
 
     async def state(self) -> dict[str, Any]:
         """What the page shows."""
-        gate = self.plane.gate
+        gate, quarantine = self.plane.gate, self.fleet.quarantine
         return {
             "now": time.time(),
             "started_at": self.started_at,
@@ -67,6 +67,11 @@ class Gateway:
             "model": self.plane.model,
             "engines": self.watch.engines(),
             "gate": {"closed": gate.closed, "inside": gate.inside, "waiting": gate.waiting, "refused": gate.refused},
+            "quarantine": {
+                "count": quarantine.count,
+                "refused": quarantine.refused,
+                "latest": quarantine.latest(),
+            },
             "publications": self.publisher.timeline[-12:],
             "store": await self.store.counts(),
         }
@@ -97,6 +102,7 @@ async def running_gateway(
         metrics=metrics,
         model=config.model_name or model.name,
     )
+    fleet.quarantine.keep_s = config.quarantine_s
     publisher = Publisher(fleet, gate, store, metrics, run_dir / "weights" if run_dir else None)
     await _note_version(publisher, model)
     looking = asyncio.create_task(watch.run())

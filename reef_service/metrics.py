@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from reef_service.data_plane.admission import Gate
@@ -55,7 +56,7 @@ class _Live(Collector):
     def __init__(self, fleet: Fleet, gate: Gate) -> None:
         self.fleet, self.gate = fleet, gate
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         engines = GaugeMetricFamily("reef_engines", "Engines by status", labels=["status"])
         for status in ("joining", "confirmed", "retired"):
             engines.add_metric([status], sum(m.status == status for m in self.fleet.members.values()))
@@ -64,6 +65,13 @@ class _Live(Collector):
         for member in self.fleet.members.values():
             in_flight.add_metric([member.name], member.in_flight)
         yield in_flight
+        quarantine = self.fleet.quarantine
+        given_up = CounterMetricFamily("reef_quarantined", "Requests given up because an engine ended during them")
+        given_up.add_metric([], quarantine.count)
+        yield given_up
+        refused = CounterMetricFamily("reef_quarantine_refused", "Quarantined requests that came again")
+        refused.add_metric([], quarantine.refused)
+        yield refused
         yield GaugeMetricFamily("reef_gate_inside", "Requests that were let in", value=self.gate.inside)
         yield GaugeMetricFamily("reef_gate_waiting", "Requests that wait at the gate", value=self.gate.waiting)
         yield GaugeMetricFamily("reef_gate_closed", "1 during a publication", value=int(self.gate.closed))

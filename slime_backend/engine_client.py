@@ -16,6 +16,7 @@ from typing import Any
 from slime_backend.engine_keys import EngineKeys
 from slime_backend.errors import EngineFault
 from slime_backend.http_channel import HttpChannel, Stream
+from slime_backend.local_errors import LocalResourceError, NoConnection
 from slime_backend.policy import PauseMode
 from slime_backend.wire import REPORT_KEY, REPORTS_PATH, SchedulerReport, WireError
 
@@ -52,11 +53,23 @@ class EngineError(EngineFault, RuntimeError):
 
 
 class EngineUnreachable(EngineError):
-    """No connection, or it broke. A request that was already sent may have taken effect."""
+    """No connection, or it broke. A request that was already sent may have taken effect.
+
+    `reached`: whether it may have been; False where there was no connection to send it on.
+    """
+
+    reached = True
 
 
 class EngineTimeout(EngineError):
     """No answer within the deadline. The request may have taken effect, or may yet."""
+
+
+class EngineUncalled(EngineError):
+    """This process has no descriptor, memory or port left for a connection: the engine was not asked, and nothing is
+    known of it."""
+
+    took_effect = False
 
 
 class EngineRefused(EngineError):
@@ -153,7 +166,7 @@ class EngineClient:
         except TimeoutError as error:
             raise EngineTimeout(self.name, what, f"no answer within {seconds:g} s") from error
         except ConnectionError as error:
-            raise EngineUnreachable(self.name, what, str(error)) from error
+            raise _no_answer(self.name, what, error) from error
         raw = self._keys.explained(status, path, raw)
         if status >= 400:
             raise _refused(self.name, what, status, raw, retry_after)
@@ -372,7 +385,15 @@ class EngineClient:
         except TimeoutError as error:
             raise EngineTimeout(self.name, what, f"nothing within {self.deadlines.generate:g} s") from error
         except ConnectionError as error:
-            raise EngineUnreachable(self.name, what, str(error)) from error
+            raise _no_answer(self.name, what, error) from error
+
+
+def _no_answer(engine: str, call: str, error: ConnectionError) -> EngineUncalled | EngineUnreachable:
+    if isinstance(error, LocalResourceError):
+        return EngineUncalled(engine, call, str(error))
+    unreachable = EngineUnreachable(engine, call, str(error))
+    unreachable.reached = not isinstance(error, NoConnection)
+    return unreachable
 
 
 async def _begin_weight_session(client: EngineClient) -> bool:

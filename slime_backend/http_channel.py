@@ -17,6 +17,8 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from slime_backend.local_errors import LocalResourceError, NoConnection, is_local
+
 MAX_HEAD = 1 << 16  # bytes of a status line with its headers
 # uvicorn closes an idle connection after 5 s; a request sent at that moment would be lost.
 MAX_IDLE_S = 2.0
@@ -273,7 +275,12 @@ class HttpChannel:
             except _Unanswered:
                 if not repeatable:
                     raise
-        connection = await self._open()
+        try:
+            connection = await self._open()
+        except NoConnection as error:
+            if kept is None or isinstance(error, LocalResourceError):
+                raise
+            raise ConnectionError(str(error)) from error  # sent on the kept one, after which there was nobody
         return connection, await self._exchange(connection, sent)
 
     async def _exchange(self, connection: _Connection, sent: bytes) -> Head:
@@ -324,7 +331,8 @@ class HttpChannel:
                 lambda: protocol, self._host, self._port, ssl=self._secure or None
             )
         except OSError as error:
-            raise ConnectionError(f"no connection ({error.strerror or error})") from error
+            told = f"no connection ({error.strerror or error})"
+            raise (LocalResourceError(told) if is_local(error) else NoConnection(told)) from error
         return _Connection(reader, asyncio.StreamWriter(transport, protocol, reader, loop), time.monotonic())
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """One request on the fleet: sent to a confirmed engine, sent again where that is lost, ended early when asked.
 
     nothing passed on yet    the request is sent again, whole: what the lost engine sampled is thrown away
+    the engine ended         given up: it is sent to no second engine (slime_backend/quarantine.py)
     tokens passed on         the client holds them, so another engine goes on behind them, told by their ids; they stay
                              what they are, sampled by an engine that was confirmed then, but nothing proves from which
                              KV: `spliced` says so
@@ -18,10 +19,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_backend.dispatch import OtherVersion, Retries, Sent, wait_routable
+from slime_backend.dispatch import OtherVersion, Retries, Sent
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused, EngineUnreachable
 from slime_backend.fleet import Fleet, Member
 from slime_backend.provenance.record_checks import why_no_logprobs
+from slime_backend.quarantine import key_of
 
 STOP_S = 10.0  # for the engine's last word after an abort
 PACE_S, MOST_PACE_S = 0.001, 0.1  # between two looks at a stream, for each request under way; at most
@@ -60,10 +62,11 @@ class Generation:
         return self.meta.get("finish_reason") or {}
 
     async def run(self) -> AsyncIterator[tuple[int, int]]:
-        """Raises EngineRefused for a request that is itself wrong, RequestLost or FleetError with no engine left."""
-        retries = Retries(self.fleet)
+        """Raises EngineRefused for a request that is itself wrong, RequestLost or FleetError with no engine left,
+        RequestQuarantined where an engine ended during it, EngineUncalled where this process can't call any."""
+        retries = Retries(self.fleet, lambda: key_of(self.prompt_ids, self.sampling))
         while True:
-            await wait_routable(self.fleet)
+            await retries.ready()
             self.attempts = retries.attempts = retries.attempts + 1
             why: EngineError | OtherVersion | str = ""
             with self.fleet.routed(lambda found: self.choose(retries.others(found))) as member:

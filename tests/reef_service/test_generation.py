@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from reef_service.data_plane.generation import Generation
-from slime_backend.dispatch import RequestLost
+from slime_backend.dispatch import RequestLost, RequestQuarantined
 from slime_backend.engine_client import EngineRefused
 from slime_backend.fleet import FleetError
 from slime_backend.publication import publish
@@ -82,8 +82,8 @@ def test_a_publication_in_the_middle_of_a_stream_is_lived_through(run_async):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_engine_that_dies_is_replaced(run_async, stream):
-    """Streamed tokens are kept and gone on from; an answer that nobody has seen is made anew, whole."""
+def test_an_engine_that_is_silent_is_replaced(run_async, stream):
+    """Streamed tokens are kept and gone on from; an answer that nobody has seen is made again, complete."""
 
     async def work():
         async with fake_fleet(2) as (fleet, engines):
@@ -91,14 +91,13 @@ def test_an_engine_that_dies_is_replaced(run_async, stream):
             work = asyncio.create_task(finish(made))
             await until(lambda: samples(engines[0], made, stream))
             had = len(made.output_ids)
-            await engines[0].stop()
+            fleet.retire(fleet.members["engine0"], "it doesn't answer: nothing within 1 s")
             await work
-            return made, had, engines[1].bodies, fleet.retired()
+            return made, had, engines[1].bodies
 
-    made, had, bodies, retired = run_async(work())
+    made, had, bodies = run_async(work())
     assert len(made.output_ids) == len(made.logprobs) == 40
     assert (made.attempts, made.engine) == (2, "engine1")
-    assert "no longer answers" in retired["engine0"]
     assert made.spliced == stream
     if stream:
         sent = bodies[0]
@@ -106,6 +105,23 @@ def test_an_engine_that_dies_is_replaced(run_async, stream):
         assert sent["sampling_params"]["max_new_tokens"] == 40 - (len(sent["input_ids"]) - len(PROMPT))
     else:
         assert bodies[0]["input_ids"] == PROMPT
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_ends_is_not_replaced(run_async, stream):
+    async def work():
+        async with fake_fleet(2) as (fleet, engines):
+            made = generation(fleet, tokens=40, stream=stream)
+            work = asyncio.create_task(finish(made))
+            await until(lambda: samples(engines[0], made, stream))
+            await engines[0].stop()
+            with pytest.raises(RequestQuarantined, match="engine0 ended during this request"):
+                await work
+            return engines[1].bodies, fleet.retired(), fleet.quarantine.count
+
+    bodies, retired, count = run_async(work())
+    assert (bodies, count) == ([], 1)
+    assert "no longer answers" in retired["engine0"]
 
 
 def test_no_token_of_an_unconfirmed_engine_is_passed_on(run_async):
