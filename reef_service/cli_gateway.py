@@ -15,6 +15,7 @@ from reef_service.config import GatewayConfig, gateway_config
 from reef_service.gateway import join_engines, running_gateway
 from reef_service.server import serving
 from reef_service.store import open_store
+from reef_service.supervisor import Supervisor
 from slime_backend import event_loop
 from slime_backend.config import ConfigError, RunConfig
 from slime_backend.engine_client import EngineClient
@@ -72,13 +73,19 @@ async def _serve(settings: RunConfig, config: GatewayConfig, as_json: bool) -> N
 
 
 async def _up(settings: RunConfig, config: GatewayConfig, as_json: bool) -> None:
-    from slime_backend.local_trainer.local_fleet import running_fleet
+    from slime_backend.local_trainer.local_fleet import make_engines, started_fleet
     from slime_backend.local_trainer.loop import base_model
 
     model = base_model(settings)
     say = (lambda text: None) if as_json else typer.echo
-    async with running_fleet(settings, model, "v0", settings.run_dir, say) as fleet:
-        await _run(settings, config, fleet, model, as_json)
+    engines = make_engines(settings, model, "v0", settings.run_dir)
+    async with started_fleet(engines, settings, "v0", say) as fleet:
+        keeping = asyncio.create_task(Supervisor(fleet, engines, settings.engine_ready_s).run())
+        try:
+            await _run(settings, config, fleet, model, as_json)
+        finally:
+            keeping.cancel()  # before they are stopped: their ends are meant then
+            await asyncio.gather(keeping, return_exceptions=True)
 
 
 async def _run(settings: RunConfig, config: GatewayConfig, fleet: Fleet, model: Path, as_json: bool) -> None:
