@@ -12,6 +12,7 @@ import typer
 
 from reef_service.app import make_app
 from reef_service.config import GatewayConfig, gateway_config
+from reef_service.descriptors import connections_that_fit
 from reef_service.gateway import join_engines, running_gateway
 from reef_service.server import serving
 from reef_service.store import open_store
@@ -27,6 +28,7 @@ from slime_backend.provenance.segments import read_rollouts
 def serve(settings: RunConfig, where: str, as_json: bool) -> None:
     """The gateway for engines that somebody else started."""
     config = gateway_config(settings.gateway, where)
+    connections_that_fit(config, len(config.engines))  # before anything is started
     event_loop.run_until_signal(_serve(settings, config, as_json))
 
 
@@ -37,6 +39,7 @@ def up(settings: RunConfig, where: str, as_json: bool) -> None:
         raise ConfigError(
             f"{where}: gateway.engines names running engines; `up` starts its own: use `serve`, or drop it"
         )
+    connections_that_fit(config, settings.engines)  # before anything is started
     event_loop.run_until_signal(_up(settings, config, as_json))
 
 
@@ -93,7 +96,7 @@ async def _run(settings: RunConfig, config: GatewayConfig, fleet: Fleet, model: 
     with open_store(config.store or _default_store(settings.run_dir)) as store:
         async with (
             running_gateway(config, fleet, model, store, settings.run_dir) as gateway,
-            serving(make_app(gateway), config.host, config.port) as url,
+            serving(make_app(gateway), config.host, config.port, gateway.connections) as url,
         ):
             if as_json:
                 engines = [m.client.url for m in fleet.members.values()]

@@ -29,6 +29,10 @@ class GatewayConfig(BaseModel):
 
     max_concurrent: int = Field(256, ge=1, description="requests on the engines at once")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait at the gate")
+    max_connections: int | None = Field(None, ge=1, description="clients' connections; empty: as many as fit")
+    head_s: float = Field(15.0, gt=0, description="how long a request's headers may take to come")
+    body_s: float = Field(120.0, gt=0, description="how long its body may take")
+    idle_s: float = Field(75.0, gt=0, description="how long a connection may wait for its next request")
     hold_s: float = Field(30.0, gt=0, description="how long a request waits there before 503")
     max_body_mib: float = Field(16, gt=0)
     max_prompt_tokens: int = Field(131072, ge=1)

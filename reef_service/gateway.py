@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from reef_service.config import GatewayConfig
+from reef_service.connections import Connections
 from reef_service.data_plane.admission import Gate
 from reef_service.data_plane.limits import Limits
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.sessions import Sessions
+from reef_service.descriptors import connections_that_fit
 from reef_service.metrics import Metrics
 from reef_service.publisher import Publisher, brief
 from reef_service.store import Store
@@ -40,6 +42,7 @@ class Gateway:
     plane: DataPlane
     publisher: Publisher
     watch: Watch
+    connections: Connections
     started_at: float = field(default_factory=time.time)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -102,12 +105,19 @@ async def running_gateway(
         metrics=metrics,
         model=config.model_name or model.name,
     )
+    connections = Connections(
+        most=connections_that_fit(config, len(fleet.members)),
+        head_s=config.head_s,
+        body_s=config.body_s,
+        idle_s=config.idle_s,
+    )
+    metrics.watch_connections(connections)
     fleet.quarantine.keep_s = config.quarantine_s
     publisher = Publisher(fleet, gate, store, metrics, run_dir / "weights" if run_dir else None)
     await _note_version(publisher, model)
     looking = asyncio.create_task(watch.run())
     try:
-        yield Gateway(config, plane, publisher, watch)
+        yield Gateway(config, plane, publisher, watch, connections)
     finally:
         looking.cancel()
         with suppress(asyncio.CancelledError):

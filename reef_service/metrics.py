@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from reef_service.connections import Connections
 from reef_service.data_plane.admission import Gate
 from slime_backend.fleet import Fleet
 from slime_backend.provenance.records import RolloutRecord
@@ -36,6 +37,9 @@ class Metrics:
         self.on_turn: Callable[[RolloutRecord], None] = lambda record: None
         r.register(_Live(fleet, gate))
 
+    def watch_connections(self, connections: Connections) -> None:
+        self.registry.register(_Sockets(connections))
+
     def turn(self, record: RolloutRecord, state: str, api: str) -> None:
         rollout_class = record.rollout_class if state == "complete" else "unproven"
         self.turns.labels(api, state, rollout_class).inc()
@@ -50,6 +54,21 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _Sockets(Collector):
+    def __init__(self, connections: Connections) -> None:
+        self.connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        found = self.connections
+        yield GaugeMetricFamily("reef_connections", "Clients' connections", value=len(found.open))
+        yield GaugeMetricFamily("reef_connections_most", "Clients' connections that fit", value=found.most)
+        ended = CounterMetricFamily("reef_connections_ended", "Connections ended by the gateway", labels=["why"])
+        ended.add_metric(["no room"], found.turned_away)
+        ended.add_metric(["made room"], found.evicted)
+        ended.add_metric(["late"], found.timed_out)
+        yield ended
 
 
 class _Live(Collector):

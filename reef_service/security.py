@@ -79,14 +79,16 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
         error = self._refusal(scope["path"], headers)
         if error is not None:
-            await _answer(error, scope["path"], send)
-            return
-        if b"content-length" in headers:
+            await _answer(error, scope["path"], _closing(send) if has_body else send)
+        elif needed(scope["path"]) == "open":  # anybody may ask, so nothing that they send is read
+            await self.app(scope, _Nothing(receive), _closing(send) if has_body else send)
+        elif b"content-length" in headers or not has_body:
             await self.app(scope, receive, send)
-            return
-        await self._bounded(scope, receive, send)
+        else:
+            await self._bounded(scope, receive, send)
 
     def _refusal(self, path: str, headers: dict[bytes, str]) -> ApiError | None:
         role, wanted = self.tokens.role(_shown(headers)), needed(path)
@@ -101,16 +103,19 @@ class Guard:
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A body of unknown length is read up to the bound before anybody sees it."""
-        body, more = b"", True
+        pieces, size, more = [], 0, True
         while more:
             message = await receive()
             if message["type"] != "http.request":
                 return
-            body += message.get("body", b"")
+            pieces.append(message.get("body", b""))
+            size += len(pieces[-1])
             more = message.get("more_body", False)
-            if len(body) > self.max_body:
-                await _answer(ApiError(413, f"the body is larger than {self.max_body} bytes"), scope["path"], send)
+            if size > self.max_body:
+                error = ApiError(413, f"the body is larger than {self.max_body} bytes")
+                await _answer(error, scope["path"], _closing(send))
                 return
+        body = b"".join(pieces)
         given = False
 
         async def replay() -> Message:
@@ -121,6 +126,32 @@ class Guard:
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self.app(scope, replay, send)
+
+
+class _Nothing:
+    """A request's body, as none; then what follows it, which is the client's going."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._given = receive, False
+
+    async def __call__(self) -> Message:
+        if not self._given:
+            self._given = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        while (message := await self._receive())["type"] == "http.request":  # thrown away: a piece, never the whole
+            pass
+        return message
+
+
+def _closing(send: Send) -> Send:
+    """Ends the connection with the answer: what is left of the body is not read."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return closing
 
 
 def _shown(headers: dict[bytes, str]) -> str | None:
