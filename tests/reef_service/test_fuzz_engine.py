@@ -46,11 +46,16 @@ FIELDS = {
         "a", "(yes|no)", "[a-z]{1,9}", "(", "[", "a{5,2}", "(a{1,99}){1,99}", "(" * 31 + "a" + ")" * 31, r"\p{Greek}+",
         "(?=a)b", "a" * 4096, "(a*)*", "\x00", "é+", "(" * 5000,
     ],
-    "ebnf": ['root ::= "a"', "root ::= root", "root ::=", 'root ::= "a" | root root', "x" * 9000, 'root ::= "a"{1,900}'],
+    "ebnf": [
+        'root ::= "a"', "root ::= root", "root ::=", 'root ::= "a" | root root',
+        "x" * 9000, 'root ::= "a"{1,900}',
+    ],
     "json_schema": [
-        "{}", "true", "false", '{"type":"object"}', '{"$ref":"#"}', '{"type":"wrong"}', '{"enum":[]}', '{"minItems":-1}',
+        "{}", "true", "false", '{"type":"object"}', '{"$ref":"#"}', '{"type":"wrong"}', '{"enum":[]}',
+        '{"minItems":-1}',
         '{"type":"array","minItems":500,"items":{"type":"integer"}}', '{"type":"string","pattern":"(a{1,50}){1,50}"}',
-        '{"a":' * 40 + "1" + "}" * 40, '{"anyOf":[{"$ref":"#/$defs/x"}]}', '{"type":"integer","minimum":1e308}', "[]", "{",
+        '{"a":' * 40 + "1" + "}" * 40, '{"anyOf":[{"$ref":"#/$defs/x"}]}', '{"type":"integer","minimum":1e308}',
+        "[]", "{",
     ],
 }  # fmt: skip
 NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed", "max_new_tokens": "max_tokens"}
