@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from slime_backend.engine_keys import EngineKeys
 from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import Policy
 
+MORE_VALUES = 200_000  # of a body, besides token ids
 GRACE_S = 5.0  # for answers that are under way when the gateway is told to stop
 NEEDED_HOOK = "kv_spans"  # without it no answer has the provenance that is to be recorded
 
@@ -95,12 +96,13 @@ async def running_gateway(
     metrics = Metrics(fleet, gate)
     watch = Watch(fleet, config.watch_s)
     metrics.on_turn = watch.turn
+    tokenizer = ModelTokenizer(model)
     plane = DataPlane(
         fleet=fleet,
         store=store,
-        tokenizer=ModelTokenizer(model),
+        tokenizer=tokenizer,
         gate=gate,
-        limits=Limits(_context(config, model), config.max_prompt_tokens, config.max_output_tokens),
+        limits=_limits(config, model, tokenizer),
         sessions=Sessions(store, most=config.sessions_in_memory, tokens=config.tokens_in_memory),
         metrics=metrics,
         model=config.model_name or model.name,
@@ -123,6 +125,7 @@ async def running_gateway(
         with suppress(asyncio.CancelledError):
             await looking
         await plane.close(0)
+        plane.workers.close()
 
 
 async def join_engines(
@@ -160,6 +163,11 @@ async def _note_version(publisher: Publisher, model: Path) -> None:
     if not successful or successful[0]["version"] != version:
         await store.add_publication(version, "found", checkpoint=str(model.resolve()))
         publisher.link(version, model)
+
+
+def _limits(config: GatewayConfig, model: Path, tokenizer: ModelTokenizer) -> Limits:
+    found = Limits(_context(config, model), config.max_prompt_tokens, config.max_output_tokens)
+    return replace(found, characters=found.most * tokenizer.longest, values=found.prompt + MORE_VALUES)
 
 
 def _context(config: GatewayConfig, model: Path) -> int:

@@ -25,6 +25,7 @@ _OPEN = ("/", "/healthz", "/readyz", "/docs", "/openapi.json")
 _OPEN_UNDER = ("/static/", "/docs-assets/")
 _AGENT = ("/generate", "/reef/report")
 _AGENT_UNDER = ("/v1/", "/reef/turns/")
+MOST_ELSEWHERE = 2**20  # bytes of a body that is no prompt
 MIN_TOKEN = 16  # characters
 
 
@@ -90,15 +91,20 @@ class Guard:
         else:
             await self._bounded(scope, receive, send)
 
+    def _most(self, path: str) -> int:
+        """Bytes of a body: prompts are large, and parsed where that stops nobody; nothing else is."""
+        prompts = path == "/generate" or path.startswith("/v1/")
+        return self.max_body if prompts else min(self.max_body, MOST_ELSEWHERE)
+
     def _refusal(self, path: str, headers: dict[bytes, str]) -> ApiError | None:
         role, wanted = self.tokens.role(_shown(headers)), needed(path)
         if wanted == "admin" and role == "agent":
             return ApiError(403, "this needs the admin token")
         if wanted != "open" and role == "open":
             return ApiError(401, "no valid token: send it as `Authorization: Bearer TOKEN` or `x-api-key: TOKEN`")
-        length = headers.get(b"content-length", "")
-        if length and (not length.isdigit() or int(length) > self.max_body):
-            return ApiError(413, f"the body is larger than {self.max_body} bytes")
+        length, most = headers.get(b"content-length", ""), self._most(path)
+        if length and (not length.isdigit() or int(length[:20]) > most):
+            return ApiError(413, f"the body is larger than {most} bytes")
         return None
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,8 +117,8 @@ class Guard:
             pieces.append(message.get("body", b""))
             size += len(pieces[-1])
             more = message.get("more_body", False)
-            if size > self.max_body:
-                error = ApiError(413, f"the body is larger than {self.max_body} bytes")
+            if size > (most := self._most(scope["path"])):
+                error = ApiError(413, f"the body is larger than {most} bytes")
                 await _answer(error, scope["path"], _closing(send))
                 return
         body = b"".join(pieces)

@@ -7,22 +7,26 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from reef_service.data_plane.answers import Delta, Done, TokenRequest
 from reef_service.data_plane.engine_values import TABLE
 from reef_service.data_plane.exchange import Exchange
 from reef_service.data_plane.plane import DataPlane
+from reef_service.data_plane.prompts import Asked
+from reef_service.data_plane.workers import LARGE
 from reef_service.errors import ApiError, bad_request
 
 SESSION, GROUP, RECEIPT = "x-reef-session", "x-reef-group", "x-reef-receipt"
 _NAME = re.compile(r"[A-Za-z0-9._:@/+-]{1,200}")
+T = TypeVar("T")
 CLIENT_GONE = 499  # nobody reads it; it is for the access log
 
 
@@ -124,6 +128,30 @@ def event(data: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + (data if isinstance(data, bytes) else dumps(data)) + b"\n\n"
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which ends with the client. Raises ClientDisconnect then."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def prepared(request: Request, asked: Asked, work: Coroutine[Any, Any, TokenRequest]) -> TokenRequest:
+    """The prompt in tokens; a large one's making ends with its client."""
+    return await (work if asked.size < LARGE else unless_gone(request, work))
+
+
+def size_of(request: Request) -> int:
+    """Bytes of the body."""
+    return len(getattr(request, "_body", b"")) or int(request.headers.get("content-length", 0))
 
 
 async def whole(request: Request, asked: TokenRequest, render: Callable[[Done], Mapping[str, Any]]) -> Response:

@@ -93,8 +93,11 @@ async def _asked(body: ChatRequest, request: Request) -> TokenRequest:
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=common.stop_texts(body.stop),
         stream=bool(body.stream),
+        size=common.size_of(request),
     )
-    return await from_messages(common.plane_of(request), asked, normalise(body.messages), tools=tools, options=options)
+    plane = common.plane_of(request)
+    work = from_messages(plane, asked, normalise(body.messages), tools=tools, options=options)
+    return await common.prepared(request, asked, work)
 
 
 def _tools(body: ChatRequest) -> list[dict[str, Any]]:

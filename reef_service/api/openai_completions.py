@@ -48,13 +48,15 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         max_tokens=16 if body.max_tokens is None else body.max_tokens,
         stop=common.stop_texts(body.stop),
         stream=bool(body.stream),
+        size=common.size_of(request),
     )
     prompt: Any = body.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
             raise bad_request(f"{len(prompt)} prompts in one request; send one request for each", "prompt")
         prompt = prompt[0]
-    tokens = await (from_text if isinstance(prompt, str) else from_ids)(plane, asked, prompt)
+    work = (from_text if isinstance(prompt, str) else from_ids)(plane, asked, prompt)
+    tokens = await common.prepared(request, asked, work)
 
     def choice(text: str, finish: str | None, logprobs: Any = None) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}

@@ -50,13 +50,15 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
         max_tokens=128 if most is None else most,
         stop=_stops(params.get("stop")),
         stream=bool(body.stream),
+        size=common.size_of(request),
     )
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("give either text or input_ids, of one prompt")
     if body.input_ids is not None:
-        tokens = await from_ids(plane, asked, body.input_ids)
+        work = from_ids(plane, asked, body.input_ids)
     else:
-        tokens = await from_text(plane, asked, body.text or "")
+        work = from_text(plane, asked, body.text or "")
+    tokens = await common.prepared(request, asked, work)
 
     def answer(done: Done) -> dict[str, Any]:
         record, logprobs = done.record, bool(body.return_logprob)

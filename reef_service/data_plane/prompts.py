@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from reef_service.data_plane import engine_values
 from reef_service.data_plane.answers import Answer, TokenRequest
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.sessions import Parent, digest_of_ids, digest_of_text
+from reef_service.data_plane.workers import LARGE
 from reef_service.errors import bad_request
 from reef_service.store.turns import History
 from reef_service.text import messages as m
 from reef_service.text.answer_parser import CALL, THINK, AnswerParser
 from reef_service.text.stitching import next_tokens
+from reef_service.text.tokenizer import TooManyTokens
+
+T = TypeVar("T")
+Check = Callable[[], None]  # raises where nobody waits any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Asked:
     max_tokens: Any  # as it was sent
     stop: tuple[str, ...]
     stream: bool
+    size: int = 0  # bytes of the body that it came in
 
 
 async def from_messages(
@@ -47,21 +53,33 @@ async def from_messages(
         raise bad_request(f"{len(messages)} messages; at most {plane.limits.messages} are taken", "messages")
     tools, options = tools or None, dict(options or {})
     head = [tools, options]
-    digests = m.digests(messages, head)
+
+    def render(check: Check) -> tuple[str, list[str]]:
+        plane.limits.check_characters(sum(len(message["content"] or "") for message in messages))
+        check()
+        text = template.render(messages, tools=tools, options=options)
+        plane.limits.check_characters(len(text))
+        check()
+        return text, m.digests(messages, head)
+
+    text, digests = await _run(plane, asked.size, render)
 
     def digest(length: int) -> str | None:
         return digests[length] if 0 < length < len(messages) else None
 
-    text = template.render(messages, tools=tools, options=options)
     prompt: list[int] | None = None
     parent = await plane.sessions.parent(asked.session, "chat", digest) if asked.session else None
     if parent is not None:
-        rest = next_tokens(
-            plane.tokenizer, messages, parent.history.length, parent.tokens[-1], tools=tools, options=options
-        )
+        answered, last = parent.history.length, parent.tokens[-1]
+
+        def stitch(check: Check) -> list[int] | None:
+            check()
+            return next_tokens(plane.tokenizer, messages, answered, last, tools=tools, options=options)
+
+        rest = await _run(plane, asked.size, stitch)
         prompt = None if rest is None else [*parent.tokens, *rest]
     if prompt is None:
-        parent, prompt = None, plane.tokenizer.encode(text)
+        parent, prompt = None, await _encode(plane, text)
 
     def history(answer: Answer, tokens: list[int]) -> History:
         told = {"role": "assistant", "content": answer.content}
@@ -84,14 +102,16 @@ async def from_text(plane: DataPlane, asked: Asked, text: str) -> TokenRequest:
     """A text to be gone on with. Raises ApiError 400."""
     asked = _checked(plane, asked)
 
+    plane.limits.check_characters(len(text))
+
     def digest(length: int) -> str | None:
         return digest_of_text(text[:length]) if length <= len(text) else None
 
     parent = await plane.sessions.parent(asked.session, "text", digest) if asked.session else None
     if parent is None:
-        prompt = plane.tokenizer.encode(text, special=True)
+        prompt = await _encode(plane, text, special=True)
     else:
-        prompt = [*parent.tokens, *plane.tokenizer.encode(text[parent.history.length :])]
+        prompt = [*parent.tokens, *await _encode(plane, text[parent.history.length :])]
 
     def history(answer: Answer, tokens: list[int]) -> History:
         whole = text + answer.raw
@@ -118,6 +138,25 @@ async def from_ids(plane: DataPlane, asked: Asked, ids: Sequence[int]) -> TokenR
         return History("ids", len(tokens), digest_of_ids(tokens))
 
     return _request(plane, asked, prompt, parent, history, None)
+
+
+async def _run(plane: DataPlane, size: int, work: Callable[[Check], T]) -> T:
+    """`work` here where the request is small, else elsewhere."""
+    return work(lambda: None) if size < LARGE else await plane.workers.run(work)
+
+
+async def _encode(plane: DataPlane, text: str, *, special: bool = False) -> list[int]:
+    """The tokens of a text. Raises ApiError 400 for more than may be."""
+    tokenizer, most = plane.tokenizer, plane.limits.most
+    if len(text) < LARGE:
+        return tokenizer.encode(text, special=special)
+    try:
+        return await plane.workers.run(lambda check: tokenizer.encode_large(text, most, check, special=special))
+    except TooManyTokens as error:
+        if error.count is None:
+            raise plane.limits.too_long(f"more than {most}") from error
+        plane.limits.output_for(error.count, None)  # has the words for it
+        raise
 
 
 def _checked(plane: DataPlane, asked: Asked) -> Asked:
