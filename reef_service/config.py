@@ -24,6 +24,8 @@ class GatewayConfig(BaseModel):
     store: str = Field("", description="database address; empty: sqlite in the run directory")
     model_name: str = Field("", description="what clients see; empty: the model's directory")
 
+    allowed_hosts: list[str] = Field(default_factory=list, description="names it is reached by, without tokens")
+
     agent_token_file: Path | None = Field(None, description="a file whose first line agents must show")
     admin_token_file: Path | None = Field(None, description="the same for trainers and publishers")
 

@@ -37,15 +37,18 @@ class ApiError(ReefError):
         code: str | None = None,
         retry_after: float = 0,
         should_retry: bool = True,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after  # seconds; 0: no such header
+        self.allow = allow  # the methods that there are instead
         self.should_retry = should_retry  # False: the official clients are asked not to send it again by themselves
 
     @property
     def headers(self) -> dict[str, str]:
         found = {"retry-after": str(max(1, round(self.retry_after)))} if self.retry_after else {}
+        found |= {"allow": self.allow} if self.allow else {}
         return found if self.should_retry else {**found, "x-should-retry": "false"}
 
     def body(self, path: str) -> dict[str, Any]:

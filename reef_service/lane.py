@@ -20,6 +20,7 @@ from reef_service.data_plane.json_size import more_values_than
 from reef_service.data_plane.workers import LARGE
 from reef_service.error_answers import ANSWERED, answer_to
 from reef_service.errors import bad_request
+from reef_service.origin import is_json
 
 Endpoint = Callable[[Any, Request], Awaitable[Response]]
 
@@ -84,7 +85,8 @@ def _parsed(model: type[BaseModel], raw: bytes) -> BaseModel:
 
 async def _json_body(request: Request) -> bytes:
     """A browser sends other types to any address without asking, so a page could use a gateway on this machine."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+    kind = request.headers.get("content-type", "")
+    if not is_json(kind):
+        kind = kind.partition(";")[0].strip().lower()
         raise bad_request(f"content-type is {kind!r}; send JSON, as application/json")
     return await request.body()

@@ -12,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reef_service.errors import ApiError
+from reef_service.origin import Origins
 from slime_backend.config import ConfigError
 
 Role = Literal["open", "agent", "admin"]
@@ -35,9 +37,14 @@ class Tokens:
     def __init__(self, agent: str | None, admin: str | None) -> None:
         self._agent, self._admin = (None if t is None else _digest(t) for t in (agent, admin))
 
+    @property
+    def none(self) -> bool:
+        """Whether everybody may do everything."""
+        return self._agent is None and self._admin is None
+
     def role(self, shown: str | None) -> Role:
         """What somebody who shows this token may do at most."""
-        if self._agent is None and self._admin is None:
+        if self.none:
             return "admin"
         digest = _digest(shown or "")
         # Both are always compared: how long it takes says nothing.
@@ -53,9 +60,11 @@ def read_token(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        token = path.read_text().splitlines()[0].strip()
+        token = path.read_text(encoding="utf-8").splitlines()[0].strip()
     except (OSError, IndexError) as error:
         raise ConfigError(f"token file {path} can't be read or is empty") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"token file {path} is not UTF-8") from error
     if len(token) < MIN_TOKEN:
         raise ConfigError(f"token file {path}: a token has at least {MIN_TOKEN} characters")
     return token
@@ -69,11 +78,17 @@ def needed(path: str) -> Role:
     return "admin"
 
 
+def _is_prompt(path: str) -> bool:
+    return path == "/generate" or path.startswith("/v1/")
+
+
 class Guard:
     """The ASGI layer."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens, max_body: int, hosts: Iterable[str] = ()) -> None:
+        """`hosts`: names that the gateway is reached by (origin.py)."""
         self.app, self.tokens, self.max_body = app, tokens, max_body
+        self.origins = Origins(hosts, tokens=not tokens.none)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -81,7 +96,7 @@ class Guard:
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
-        error = self._refusal(scope["path"], headers)
+        error = self._refusal(scope["method"], scope["path"], headers)
         if error is not None:
             await _answer(error, scope["path"], _closing(send) if has_body else send)
         elif needed(scope["path"]) == "open":  # anybody may ask, so nothing that they send is read
@@ -93,10 +108,9 @@ class Guard:
 
     def _most(self, path: str) -> int:
         """Bytes of a body: prompts are large, and parsed where that stops nobody; nothing else is."""
-        prompts = path == "/generate" or path.startswith("/v1/")
-        return self.max_body if prompts else min(self.max_body, MOST_ELSEWHERE)
+        return self.max_body if _is_prompt(path) else min(self.max_body, MOST_ELSEWHERE)
 
-    def _refusal(self, path: str, headers: dict[bytes, str]) -> ApiError | None:
+    def _refusal(self, method: str, path: str, headers: dict[bytes, str]) -> ApiError | None:
         role, wanted = self.tokens.role(_shown(headers)), needed(path)
         if wanted == "admin" and role == "agent":
             return ApiError(403, "this needs the admin token")
@@ -105,7 +119,8 @@ class Guard:
         length, most = headers.get(b"content-length", ""), self._most(path)
         if length and (not length.isdigit() or int(length[:20]) > most):
             return ApiError(413, f"the body is larger than {most} bytes")
-        return None
+        # The data plane says of its content type in its own words (lane.py).
+        return None if wanted == "open" else self.origins.refusal("GET" if _is_prompt(path) else method, headers)
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A body of unknown length is read up to the bound before anybody sees it."""
