@@ -24,7 +24,7 @@ from reef_service.data_plane.sessions import Sessions
 from reef_service.descriptors import connections_that_fit
 from reef_service.metrics import Metrics
 from reef_service.publisher import Publisher, brief
-from reef_service.store import Store
+from reef_service.store import Store, StoreError
 from reef_service.text.tokenizer import ModelTokenizer
 from reef_service.watch import Watch
 from slime_backend.engine_client import Deadlines, EngineClient
@@ -32,6 +32,7 @@ from slime_backend.engine_keys import EngineKeys
 from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import Policy
 
+PROBE_S, PROBE_WAIT_S = 1.0, 5.0  # between two looks whether the store writes; for one of them
 MORE_VALUES = 200_000  # of a body, besides token ids
 GRACE_S = 5.0  # for answers that are under way when the gateway is told to stop
 NEEDED_HOOK = "kv_spans"  # without it no answer has the provenance that is to be recorded
@@ -46,6 +47,8 @@ class Gateway:
     connections: Connections
     started_at: float = field(default_factory=time.time)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _probe: asyncio.Future[None] | None = None
+    _probed_at: float = 0.0
 
     async def stop(self) -> None:
         """Before the server is closed: pages are let go, requests end or are ended, recorded as far as they came."""
@@ -59,6 +62,17 @@ class Gateway:
     @property
     def store(self) -> Store:
         return self.plane.store
+
+    async def store_writes(self) -> bool:
+        """Whether the store writes; looked at once a second at most, whoever asks."""
+        if self._probe is None or (self._probe.done() and time.monotonic() - self._probed_at > PROBE_S):
+            self._probed_at, self._probe = time.monotonic(), asyncio.ensure_future(self.store.probe())
+        try:
+            async with asyncio.timeout(PROBE_WAIT_S):
+                await asyncio.shield(self._probe)
+        except (StoreError, TimeoutError):
+            return False
+        return True
 
     async def state(self) -> dict[str, Any]:
         """What the page shows."""

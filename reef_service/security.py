@@ -94,6 +94,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET, whose body the server then leaves out
+            scope = {**scope, "method": "GET"}
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
         error = self._refusal(scope["method"], scope["path"], headers)
@@ -120,6 +122,8 @@ class Guard:
         if length and (not length.isdigit() or int(length[:20]) > most):
             return ApiError(413, f"the body is larger than {most} bytes")
         # The data plane says of its content type in its own words (lane.py).
+        if "\0" in path:
+            return ApiError(404, "there is no such path")
         return None if wanted == "open" else self.origins.refusal("GET" if _is_prompt(path) else method, headers)
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:

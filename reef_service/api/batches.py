@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection, select
 
+from reef_service.api.feedback import NO_NUL
 from reef_service.errors import ApiError
 from reef_service.gateway import Gateway
 from reef_service.store import LeaseGone, UnknownLease
@@ -28,7 +29,7 @@ class BatchQuery(BaseModel):
     lease: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._:-]{1,200}$", description="yours; asking again gives the same"
     )
-    holder: str = Field("", max_length=200)
+    holder: str = Field("", max_length=200, pattern=NO_NUL)
     min_score: float | None = Field(None, allow_inf_nan=False)
     max_score: float | None = Field(None, allow_inf_nan=False)
     rollout_class: list[RolloutClass] = Field(default_factory=list, description="default: all")

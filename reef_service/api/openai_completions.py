@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -84,11 +85,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     def render(done: Done) -> dict[str, Any]:
         logprobs = None
         if body.logprobs is not None:
+            tokens = [plane.tokenizer.text_of(i) for i in done.record.output_ids]
             logprobs = {
-                "tokens": [plane.tokenizer.text_of(i) for i in done.record.output_ids],
+                "tokens": tokens,
                 "token_logprobs": list(done.record.logprobs),
                 "top_logprobs": None,
-                "text_offset": [],
+                "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
             }
         answer = choice(done.answer.content, finish_reason(done), logprobs)
         return {
