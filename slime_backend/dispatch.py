@@ -269,10 +269,25 @@ def _why_not(sent: Sent, answer: Mapping[str, Any] | None) -> str:
     if answer is None or sent.lost:
         return sent.why_lost()
     meta = answer["meta_info"]
+    check_not_refused(sent.member.name, meta)
     if (meta.get("finish_reason") or {}).get("type") == "abort":
         return f"{sent.member.name} aborted the request"
     sent.check_version(meta)
     return ""
+
+
+def check_not_refused(engine: str, meta: Mapping[str, Any]) -> None:
+    """Raise EngineRefused for an abort that is a refusal: SGLang ends a request so whose grammar it can't compile, as
+    an answer with HTTP's status of it inside (0.5.23, srt/managers/schedule_batch.py, FINISH_ABORT)."""
+    reason = meta.get("finish_reason") or {}
+    status = reason.get("status_code")
+    if reason.get("type") != "abort" or status is None:
+        return
+    error = EngineRefused(
+        engine, "POST /generate", f"HTTP {int(status)}: {reason.get('message')}"[:300], status=int(status)
+    )
+    if error.own_fault:
+        raise error
 
 
 async def _unless_lost(sent: Sent, body: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_backend.dispatch import OtherVersion, Retries, Sent
+from slime_backend.dispatch import OtherVersion, Retries, Sent, check_not_refused
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused, EngineUnreachable
 from slime_backend.fleet import Fleet, Member
 from slime_backend.provenance.record_checks import why_no_logprobs
@@ -167,6 +167,7 @@ class Generation:
         """Append what is new in answers that came together: one that repeats all tokens of this attempt, or several
         that have the new ones only."""
         meta = answers[-1]["meta_info"]
+        check_not_refused(self.engine, meta)
         if not self.stopped and _aborted(answers[-1]):
             raise EngineProtocolError(self.engine, "POST /generate", "it aborted the request")
         sent.check_version(meta)

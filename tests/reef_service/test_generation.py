@@ -178,6 +178,34 @@ def test_an_abort_that_nobody_asked_for_is_not_an_answer(run_async):
     assert (len(made.output_ids), made.attempts, made.spliced) == (60, 2, True)
 
 
+@pytest.mark.parametrize(("status", "asked"), [(400, 1), (503, 2)])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_abort_that_says_the_request_is_wrong_is_a_refusal(run_async, stream, status, asked):
+    """As SGLang answers a grammar that it can't compile. With another status (the control) it is asked again."""
+
+    async def work():
+        async with fake_fleet(1) as (fleet, engines):
+            own, left = engines[0]._answer, [1]
+
+            def answer(mine, planned, end, sent=0):
+                found = own(mine, planned, end, sent)
+                if left and mine.done.is_set():
+                    left.pop()
+                    message = "Failed to compile ebnf grammar"
+                    found["meta_info"]["finish_reason"] = {"type": "abort", "message": message, "status_code": status}
+                return found
+
+            engines[0]._answer = answer
+            made = generation(fleet, tokens=3, stream=stream)
+            try:
+                await finish(made)
+            except EngineRefused as error:
+                assert "Failed to compile" in error.seen
+            return len(engines[0].bodies)
+
+    assert run_async(work()) == asked
+
+
 def test_a_wrong_request_is_refused_and_not_repeated(run_async):
     async def work():
         async with fake_fleet(1) as (fleet, _):
