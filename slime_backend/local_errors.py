@@ -1,4 +1,4 @@
-"""What this process or this machine lacks, told apart from what the other end of a connection did. No imports of ours.
+"""What this process or this machine lacks, told apart from what the other end of a connection did.
 
     no descriptor (EMFILE, ENFILE), no memory (ENOMEM, ENOBUFS), no free port to connect from (EADDRNOTAVAIL)
 
@@ -11,12 +11,14 @@ from __future__ import annotations
 import errno
 import re
 
+from slime_backend.errors import ReefError
+
 LOCAL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _TEXTS = ("Too many open files", "Cannot allocate memory", "Cannot assign requested address", "No buffer space")
 
 
-class NoConnection(ConnectionError):
+class NoConnection(ReefError, ConnectionError):
     """A connection that was never made: nothing was sent."""
 
 
