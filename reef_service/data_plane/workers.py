@@ -9,12 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from slime_backend.errors import ReefError
+
 T = TypeVar("T")
 LARGE = 16_384  # bytes or characters: what is smaller takes less time than to hand it over
 THREADS = 2  # each may hold a prompt's tokens several times over
 
 
-class GivenUp(Exception):
+class GivenUp(ReefError):
     """Nobody waits for the work any more."""
 
 

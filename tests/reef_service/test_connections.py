@@ -102,7 +102,7 @@ def test_trailers_are_bounded(tmp_path, run_async, behind):
 @pytest.mark.parametrize(
     ("path", "status"), [("/healthz", b" 200 "), ("/nothing", b" 401 "), ("/generate", b" 401 "), ("/", b" 200 ")]
 )
-@pytest.mark.parametrize("length", [b"Content-Length: 16000000", b"Transfer-Encoding: chunked"])
+@pytest.mark.parametrize("length", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
 def test_no_body_is_read_on_an_open_path_or_without_a_token(tmp_path, run_async, path, status, length):
     """The answer is there before the body is, and it ends the connection."""
     (tmp_path / "token").write_text("a" * 20)
