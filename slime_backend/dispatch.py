@@ -41,6 +41,8 @@ ATTEMPTS = 8  # that ended in something other than a refusal for now
 OFFERS, OFFER_S = 4, 1.0  # to engines that are all retired, to be admitted again, and the seconds between two
 DYING_S = 5.0  # for an engine without schedulers to end: SGLang's watchdog takes a second or two
 FAILED = frozenset({500, 502, 504})  # what a dying engine, or a proxy before it, answers
+# SGLang answers 500 for it, but the request alone is why: its grammar left nothing to sample.
+NO_TOKEN_LEFT = "Grammar accept_token failed"
 LOCAL_S = 5.0  # for this process to have a descriptor again
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.1, 5.0  # each is a random share, at least half, of what doubles every time
 
@@ -132,7 +134,7 @@ class Retries:
     async def failed(self, sent: Sent, why: EngineError | OtherVersion | str) -> None:
         """The request was sent and has no answer that counts."""
         self.reason = str(why)
-        if isinstance(why, EngineRefused) and why.own_fault:
+        if isinstance(why, EngineRefused) and (why.own_fault or NO_TOKEN_LEFT in why.seen):
             raise why
         life = await self._look(sent, why)
         if sent.lost and not isinstance(why, OtherVersion):

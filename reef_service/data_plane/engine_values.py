@@ -22,10 +22,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from reef_service.data_plane.grammar_dead_ends import why_dead
 from reef_service.data_plane.grammar_size import MOST_LENGTH, why_too_large
 from reef_service.errors import bad_request
 from slime_backend.provenance.sampling_params import GREEDY_BELOW
 
+GRAMMARS = ("json_schema", "regex", "ebnf")
 INT32_MAX = 2**31 - 1
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 FLOAT32_TINY = 2.0**-126  # the smallest normal one; CPUs and GPUs may take what is smaller for 0
@@ -103,7 +105,7 @@ def _grammar(kind: str) -> Row:
     def check(value: Any, vocabulary: int) -> str:
         if not isinstance(value, str) or not _encodable(value):
             raise ValueError
-        why = why_too_large(kind, value)
+        why = why_too_large(kind, value) or why_dead(kind, value)
         if why:
             raise ValueError(why)
         return value
@@ -180,6 +182,11 @@ def checked(api: str, sampling: Mapping[str, Any], vocabulary: int) -> dict[str,
     for name, value in sampling.items():
         if value is not None:
             found[name] = check(api, name, value, vocabulary)
+    grammar = next((name for name in GRAMMARS if found.get(name)), None)
+    if grammar is not None and found.get("min_new_tokens"):
+        # The grammar may allow nothing but the end, which min_new_tokens forbids: no token is left (why_dead).
+        least, called = field(api, "min_new_tokens"), field(api, grammar)
+        raise bad_request(f"{least} can't be combined with {called}: together they may leave no token", least)
     return found
 
 

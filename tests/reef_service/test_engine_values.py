@@ -166,5 +166,46 @@ def test_a_grammar_is_measured_by_what_it_unfolds_to(kind, text, seen):
     assert seen in why_too_large(kind, text)
 
 
+DEAD = [
+    ("ebnf", "root ::= root"),
+    ("ebnf", 'root ::= "b" dead | "a"\ndead ::= dead "x" | (dead)+'),
+    ("ebnf", "root ::= a\na ::= b\nb ::= a [x]"),
+    ("json_schema", '{"$ref":"#"}'),
+    ("json_schema", '{"type":"object","properties":{"a":{"$ref":"#/properties/a"}}}'),
+    ("json_schema", '{"$ref":"#/$defs/a","$defs":{"a":{"anyOf":[{"$ref":"#/$defs/b"}]},"b":{"$ref":"#/$defs/a"}}}'),
+]
+ALIVE = [
+    ("ebnf", 'root ::= "a" root | ""'),
+    ("ebnf", 'root ::= (root)? "a"'),
+    ("ebnf", 'root ::= item ("," item)*\nitem ::= [0-9]+ | "(" root ")"  # nested'),
+    ("ebnf", 'root ::= root{0,3} "::= root" other'),
+    ("json_schema", '{"type":"object","properties":{"a":{"$ref":"#"}},"required":["a"]}'),
+    (
+        "json_schema",
+        '{"anyOf":[{"type":"null"},{"$ref":"#/$defs/n"}],"$defs":{"n":{"type":"array","items":{"$ref":"#"}}}}',
+    ),
+    ("json_schema", '{"$ref":"http://example.org/x"}'),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), DEAD)
+def test_a_grammar_that_leaves_no_token_is_refused(kind, text):
+    with pytest.raises(ApiError, match=r"reaches no text|nothing but itself"):
+        checked("generate", {kind: text}, 260)
+
+
+@pytest.mark.parametrize(("kind", "text"), ALIVE)
+def test_one_that_recurs_and_ends_is_taken(kind, text):
+    assert checked("generate", {kind: text}, 260) == {kind: text}
+
+
+@pytest.mark.parametrize("kind", ["regex", "ebnf", "json_schema"])
+def test_a_grammar_and_a_least_number_of_tokens_may_leave_none(kind):
+    text = {"regex": "a", "ebnf": 'root ::= "a"', "json_schema": "true"}[kind]
+    with pytest.raises(ApiError, match=rf"min_new_tokens can't be combined with sampling_params.{kind}"):
+        checked("generate", {kind: text, "min_new_tokens": 1}, 260)
+    assert checked("generate", {kind: text, "min_new_tokens": 0}, 260)
+
+
 def test_the_description_names_the_ranges():
     assert TABLE["top_k"].schema["maximum"] == INT32 - 1
