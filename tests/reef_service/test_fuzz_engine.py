@@ -47,7 +47,8 @@ FIELDS = {
         "(?=a)b", "a" * 4096, "(a*)*", "\x00", "é+", "(" * 5000,
     ],
     "ebnf": [
-        'root ::= "a" | "b" dead\ndead ::= dead "c"', 'root ::= "a"', "root ::= root", "root ::=", 'root ::= "a" | root root',
+        'root ::= "a" | "b" dead\ndead ::= dead "c"',
+        'root ::= "a"', "root ::= root", "root ::=", 'root ::= "a" | root root',
         "x" * 9000, 'root ::= "a"{1,900}',
     ],
     "json_schema": [
