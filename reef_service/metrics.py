@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -10,7 +11,6 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from reef_service.connections import Connections
-from reef_service.data_plane.admission import Gate
 from slime_backend.fleet import Fleet
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.publication import PublicationReport
@@ -18,10 +18,23 @@ from slime_backend.publication import PublicationReport
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
+class GateFigures(Protocol):
+    """What is read of the gate in front of the engines (data_plane/admission.py)."""
+
+    inside: int
+    refused: int
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+
 class Metrics:
     """Filled where things happen; fleet and gate are read when somebody asks."""
 
-    def __init__(self, fleet: Fleet, gate: Gate) -> None:
+    def __init__(self, fleet: Fleet, gate: GateFigures) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         self.turns = Counter("reef_turns", "Turns stored", ["api", "state", "class"], registry=r)
@@ -72,7 +85,7 @@ class _Sockets(Collector):
 
 
 class _Live(Collector):
-    def __init__(self, fleet: Fleet, gate: Gate) -> None:
+    def __init__(self, fleet: Fleet, gate: GateFigures) -> None:
         self.fleet, self.gate = fleet, gate
 
     def collect(self) -> Iterator[Metric]:

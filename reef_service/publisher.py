@@ -20,7 +20,7 @@ from reef_service.store import Store
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, VersionTaken
 from slime_backend.publication import PublicationError, PublicationReport, publish
-from slime_backend.transports import CheckpointTransport, Refused, Transport, is_counted, refused_by
+from slime_backend.transports import CheckpointTransport, Refused, Transport, expect_loads, is_counted, refused_by
 from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,9 @@ class GatedTransport:
         await self.inner.prepare(version, clients)
         self.gate.close()
         self.closed = True
+
+    def expect_loads(self, clients: Sequence[EngineClient]) -> None:
+        expect_loads(self.inner, clients)
 
     async def load(self, client: EngineClient, version: str) -> None:
         await self.inner.load(client, version)

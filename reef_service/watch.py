@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slime_backend.fleet import Fleet, Member, readmit_retired
-from slime_backend.liveness import compare, look
+from slime_backend.fleet.liveness import compare, look
 from slime_backend.provenance.records import RolloutRecord
 
 MISSES = 3  # looks at an engine that is gone (liveness.py) until an engine is retired

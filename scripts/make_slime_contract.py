@@ -3,9 +3,9 @@
     python scripts/make_slime_contract.py SLIME_SRC [--commit SHA] > tests/contracts/slime-0.4.0.json
     python scripts/make_slime_contract.py SLIME_SRC --against tests/contracts/slime-0.3.1.json
 
-Nothing of slime is imported. The contract lists the symbols of `--like` and those in slime_hooks/touched.py. What this
-package touches and the checkout lacks goes to stderr, and the exit code is then 1, as it is where `--against` finds
-differences.
+Nothing of slime is imported. The contract lists the symbols of `--like` and those in
+slime_hooks/contract/touched.py. What this package touches and the checkout lacks goes to stderr, and the exit code is
+then 1, as it is where `--against` finds differences.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slime_backend.slime_hooks import touched
-from slime_backend.slime_hooks.contract import ContractError, differences, make_contract, symbols_of
+from slime_backend.slime_hooks.contract import touched
+from slime_backend.slime_hooks.contract.symbols import ContractError, differences, make_contract, symbols_of
 
 LIKE = Path(__file__).resolve().parent.parent / "tests" / "contracts" / "slime-0.3.1.json"
 

@@ -30,8 +30,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from slime_backend import event_loop
+from slime_backend.engine_client.http import HttpChannel
 from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
-from slime_backend.http_channel import HttpChannel
 from slime_backend.simulation.fleet_process import fake_engines
 
 TOKENS, TOKEN_S, SESSIONS = 32, 0.02, 1000
@@ -149,7 +149,7 @@ def gateway(config: Path) -> Iterator[tuple[str, int]]:
 
 
 def main() -> None:
-    from slime_backend.local_trainer.models import make_tiny_model  # torch: not in the fake engines' process too
+    from slime_backend.simulation.models import make_tiny_model  # torch: not in the fake engines' process too
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--engines", choices=("fake", "real"), default="fake")

@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from slime_backend.bench.gathering import HOWS, How, measure
 from slime_backend.local_trainer.deepspeed_step import make_deepspeed_engine
 from slime_backend.local_trainer.grpo import GrpoConfig
-from slime_backend.local_trainer.models import load_model, make_tiny_model
+from slime_backend.simulation.models import load_model, make_tiny_model
 
 RANKS = 2
 

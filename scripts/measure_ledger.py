@@ -13,9 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from slime_backend.provenance.ledger import Ledger
-from slime_backend.provenance.ledger_index import Query
-from slime_backend.provenance.ledger_reader import open_reader
+from slime_backend.ledger.index import Query
+from slime_backend.ledger.reader import open_reader
+from slime_backend.ledger.writer import Ledger
 from slime_backend.simulation.made_rollouts import made, receipt
 
 LOOKS = 300

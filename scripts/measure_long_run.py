@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from slime_backend.ledger.writer import Ledger
 from slime_backend.provenance.jsonl import JsonlWriter
-from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.simulation.made_rollouts import made, receipt
 
@@ -123,11 +123,11 @@ def rss_mib() -> float:
 
 def end_run(run_dir: Path) -> dict[str, float]:
     """What the ends of this run cost, in this process: MiB of growth and seconds, by step."""
-    from slime_backend.provenance.report.run_files import read_run
-    from slime_backend.provenance.report.write import compose
-    from slime_backend.provenance.sampling import Sample
-    from slime_backend.provenance.segments import read_rollouts
-    from slime_backend.provenance.summary import write_summary
+    from slime_backend.audit.sampling import Sample
+    from slime_backend.ledger.files import read_rollouts
+    from slime_backend.report.run_data import read_run
+    from slime_backend.report.summary import write_summary
+    from slime_backend.report.write import compose
 
     def draw() -> None:
         sample = Sample(240)

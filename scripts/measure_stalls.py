@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 from measure_gateway import gateway, rss_mib
-
-from slime_backend.http_channel import HttpChannel
 from slime_backend.local_trainer.models import make_tiny_model
+
+from slime_backend.engine_client.http import HttpChannel
 from slime_backend.simulation.fleet_process import fake_engines
 
 MIB = 2**20

@@ -15,9 +15,9 @@ from pathlib import Path
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines
 from slime_backend.fleet import Fleet, admit
-from slime_backend.local_trainer.models import load_model
 from slime_backend.policy import decide
 from slime_backend.publication import publish
+from slime_backend.simulation.models import load_model
 from slime_backend.transports import DiskTransport, Transport
 from slime_backend.transports.distributed import DistributedTransport
 from slime_backend.weight_sources.torch_module import TorchModuleSource
@@ -36,7 +36,8 @@ async def measure(url: str, model: Path, rounds: int, scratch: Path) -> dict[str
                 report = await publish(fleet, transport, f"{transport.name}-{i}")
                 outcome = report.engines[0]
                 if i:
-                    times[transport.name].append((report.prepare_ms, outcome.load_ms or 0, outcome.paused_ms or 0))
+                    load_ms = outcome.times.get("load", 0.0)
+                    times[transport.name].append((report.prepare_ms, load_ms, outcome.paused_ms or 0))
         for transport in transports:
             await transport.close()
     return times

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slime_backend.slime_hooks.contract import make_contract
+from slime_backend.slime_hooks.contract.symbols import make_contract
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "docs" / "slime-runs.jsonl"

@@ -55,7 +55,7 @@ def slime_src() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny dense model with random weights."""
-    from slime_backend.local_trainer.models import make_tiny_model
+    from slime_backend.simulation.models import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", seed=0, max_positions=32768)
 
@@ -63,7 +63,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model_b(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same shapes with other weights: what a publication moves to."""
-    from slime_backend.local_trainer.models import make_tiny_model
+    from slime_backend.simulation.models import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "v1", seed=1, max_positions=32768)
 
@@ -71,7 +71,7 @@ def tiny_model_b(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="session")
 def models(tiny_model: Path, tiny_model_b: Path) -> dict[str, Any]:
     """Both checkpoints in Hugging Face's implementation, to score an engine's answers with."""
-    from slime_backend.local_trainer.models import load_model
+    from slime_backend.simulation.models import load_model
 
     return {"a": load_model(tiny_model), "b": load_model(tiny_model_b)}
 

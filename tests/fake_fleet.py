@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from slime_backend.dispatch import generate
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.fleet import Fleet, admit
+from slime_backend.fleet.dispatch import generate
 from slime_backend.policy import decide
 from slime_backend.simulation.fake_engine import FakeEngine
 from tests.waiting import until

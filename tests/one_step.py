@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample, grpo_step, make_optimizer
-from slime_backend.local_trainer.models import load_model, make_tiny_model
+from slime_backend.simulation.models import load_model, make_tiny_model
 from slime_backend.weight_sources.torch_module import TorchModuleSource
 
 LETTERS = 256  # the tokens of the byte-level vocabulary that stand for bytes

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime_backend.cli_engines import publish_checkpoint
+from slime_backend.cli.engines import publish_checkpoint
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import VersionTaken
 from slime_backend.policy import decide

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from slime_backend import cli
-from slime_backend.dispatch import RequestLost
+from slime_backend.cli import app as cli
+from slime_backend.fleet.dispatch import RequestLost
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -148,7 +148,7 @@ def test_a_checkpoint_with_other_shapes_is_one_line(tmp_path, tiny_model):
 def test_rollouts_are_looked_up_listed_and_drawn(tmp_path):
     import json
 
-    from slime_backend.provenance.ledger import Ledger
+    from slime_backend.ledger.writer import Ledger
     from slime_backend.simulation.made_rollouts import made, receipt
 
     with Ledger(tmp_path, segment_bytes=40_000) as ledger:

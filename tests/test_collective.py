@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -16,8 +17,17 @@ ENGINES = 200
 
 
 class Client:
+    """An EngineClient whose weight session opens once `may_open` is set."""
+
     def __init__(self, name):
-        self.name = name
+        self.name, self.may_open, self.opening = name, asyncio.Event(), False
+        self.may_open.set()
+
+    @asynccontextmanager
+    async def weight_session(self):
+        self.opening = True
+        await self.may_open.wait()
+        yield
 
 
 @pytest.fixture
@@ -72,3 +82,64 @@ def test_what_is_settled_and_what_is_returned_are_the_same_engines(loop):
         raise loop.ask(lambda: transport._waiting["b"].sent.exception())
     assert transport.settle({}, done=True) == []
     assert loop.ask(lambda: transport._waiting["a"].sent.result()) is None
+
+
+def test_a_load_that_begins_late_is_sent_to_with_the_others(loop):
+    transport = CollectiveTransport(loop, deadline_s=30.0)
+    first, late = Client("first"), Client("late")
+    loop.ask(lambda: transport.expect_loads([first, late]))
+    loading = [loop.submit(transport.load(first, "v1"))]
+    while "first" not in loop.ask(lambda: list(transport._waiting)):
+        pass
+    assert not transport._ready.is_set()
+    loading.append(loop.submit(transport.load(late, "v1")))
+    assert transport.wait_ready(lambda: False) == ["first", "late"]
+    transport.settle({}, done=True)
+    assert [future.result(30) for future in loading] == [None, None]
+
+
+def test_a_session_that_takes_long_to_open_is_not_the_trainers_fault(loop):
+    """The trainer's deadline passes before it could begin: it doesn't run yet."""
+    transport = CollectiveTransport(loop, deadline_s=0.05)
+    first, slow = Client("first"), Client("slow")
+    slow.may_open.clear()
+    loop.ask(lambda: transport.expect_loads([first, slow]))
+    loading = [loop.submit(transport.load(client, "v1")) for client in (first, slow)]
+    with pytest.raises(TimeoutError):
+        loading[0].result(6 * transport.deadline_s)  # that time has to pass
+    transport.deadline_s = 30.0
+    loop.call(slow.may_open.set)
+    assert transport.wait_ready(lambda: False) == ["first", "slow"]
+    transport.settle({}, done=True)
+    assert [future.result(30) for future in loading] == [None, None]
+
+
+def test_a_load_that_comes_when_the_others_are_being_sent_to_fails_alone_and_names_itself(loop):
+    """It is neither taken for loaded nor left waiting for the trainer."""
+    transport = CollectiveTransport(loop, deadline_s=30.0, late_s=0.05)
+    first, late = Client("first"), Client("late")
+    loop.ask(lambda: transport.expect_loads([first, late]))
+    loading = loop.submit(transport.load(first, "v1"))
+    assert transport.wait_ready(lambda: False) == ["first"]
+    with pytest.raises(TransportError, match="late: its load began when the others were already being sent to"):
+        loop.submit(transport.load(late, "v1")).result(30)
+    transport.settle({}, done=True)
+    assert loading.result(30) is None
+
+
+def test_who_comes_before_the_sending_and_opens_its_session_during_it_fails_too(loop):
+    transport = CollectiveTransport(loop, deadline_s=30.0, late_s=0.05)
+    first, late = Client("first"), Client("late")
+    late.may_open.clear()
+    loop.ask(lambda: transport.expect_loads([first, late]))
+    loading = loop.submit(transport.load(first, "v1"))
+    assert transport._ready.wait(30)  # it is waited for no longer
+    coming = loop.submit(transport.load(late, "v1"))
+    while not late.opening:
+        pass
+    assert transport.wait_ready(lambda: False) == ["first"]
+    loop.call(late.may_open.set)
+    with pytest.raises(TransportError, match="its load began when the others were already being sent to"):
+        coming.result(30)
+    transport.settle({}, done=True)
+    assert loading.result(30) is None

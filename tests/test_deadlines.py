@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from reef_service.gateway import join_engines
-from slime_backend import cli, cli_engines
+from slime_backend.cli import app as cli
+from slime_backend.cli import engines as cli_engines
 from slime_backend.config import ConfigError, make_config
 from slime_backend.engine_client import Deadlines
 from slime_backend.local_trainer import local_fleet

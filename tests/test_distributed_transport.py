@@ -17,6 +17,7 @@ import torch.distributed as dist
 from slime_backend.engine_client import Deadlines, EngineClient, EngineRefused, EngineTimeout
 from slime_backend.transports import distributed
 from slime_backend.transports.distributed import DistributedTransport, EngineGroup
+from tests.waiting import until
 
 DEADLINES = Deadlines(load=50.0, control=2.0)
 
@@ -139,7 +140,10 @@ class Engine:
 
 
 class Source:
+    read = 0
+
     def named_tensors(self) -> Any:
+        self.read += 1
         return iter([(f"t{i}", torch.zeros(4)) for i in range(3)])
 
 
@@ -235,3 +239,49 @@ def test_the_group_has_a_place_for_each_tensor_rank(
     run_async(transport.prepare("v1", [engine]))  # type: ignore[list-item]
     assert engine.worlds == [1 + tensor_ranks]
     assert [group.size for group in Group.made] == [1 + tensor_ranks]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by the transaction", "by prepare alone"])
+def test_a_load_that_begins_late_is_waited_for(transport: DistributedTransport, run_async: Any, told: bool) -> None:
+    first, late = Engine("first"), Engine("late")
+
+    async def scenario() -> None:
+        await transport.prepare("v1", [first, late])  # type: ignore[list-item]
+        if told:
+            transport.expect_loads([first, late])  # type: ignore[list-item]
+        loading = asyncio.create_task(transport.load(first, "v1"))  # type: ignore[arg-type]
+        await until(lambda: transport._pass is not None and transport._pass._waiting, "it waits for its first bucket")
+        await asyncio.gather(loading, transport.load(late, "v1"))  # type: ignore[arg-type]
+
+    run_async(scenario())
+    assert (first.received, late.received, transport.source.read) == (3, 3, 1)  # type: ignore[attr-defined]
+
+
+def test_a_load_that_never_begins_holds_the_others_up_for_a_moment_only(
+    transport: DistributedTransport, run_async: Any
+) -> None:
+    """And gets everything by itself if it does begin at last. The control of the test above: two passes."""
+    first, late = Engine("first"), Engine("late")
+    transport.late_s = 0.05
+
+    async def scenario() -> None:
+        await transport.prepare("v1", [first, late])  # type: ignore[list-item]
+        await asyncio.wait_for(transport.load(first, "v1"), 30)  # type: ignore[arg-type]
+        await transport.load(late, "v1")  # type: ignore[arg-type]
+
+    run_async(scenario())
+    assert (first.received, late.received, transport.source.read) == (3, 3, 2)  # type: ignore[attr-defined]
+
+
+def test_an_engine_that_will_not_load_is_not_waited_for(transport: DistributedTransport, run_async: Any) -> None:
+    """It was prepared for, and then refused to pause."""
+    engine, unpaused = Engine("engine"), Engine("unpaused")
+    transport.late_s = 600.0
+
+    async def scenario() -> None:
+        await transport.prepare("v1", [engine, unpaused])  # type: ignore[list-item]
+        transport.expect_loads([engine])  # type: ignore[list-item]
+        await asyncio.wait_for(transport.load(engine, "v1"), 30)  # type: ignore[arg-type]
+
+    run_async(scenario())
+    assert engine.received == 3

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from slime_backend import doctor
 from slime_backend.engine_client import EngineClient
+from slime_backend.fleet import doctor
 from slime_backend.simulation.fake_engine import FakeEngine
 
 

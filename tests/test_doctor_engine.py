@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from slime_backend.doctor import diagnose
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import EngineSettings, LocalEngine, running_engines
+from slime_backend.fleet.doctor import diagnose
 from slime_backend.policy import decide
 
 pytestmark = pytest.mark.engine

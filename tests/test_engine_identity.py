@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from slime_backend import dispatch, liveness
-from slime_backend.dispatch import RequestLost, generate
 from slime_backend.engine_client import EngineClient
-from slime_backend.fleet import Fleet, FleetError, Member, admit, readmit_retired
+from slime_backend.fleet import Fleet, FleetError, Member, admit, dispatch, liveness, readmit_retired
+from slime_backend.fleet.dispatch import RequestLost, generate
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_backend.cli_engines import publish_checkpoint
+from slime_backend.cli.engines import publish_checkpoint
 from slime_backend.config import ConfigError, load_config
 from slime_backend.engine_client import EngineClient, EngineRefused
 from slime_backend.engine_keys import EngineKeys, KeyMissing, keys_in_flags, read_keys, without_keys
@@ -31,7 +31,7 @@ async def guarded(api, admin):
     engine = FakeEngine()
 
     def guard(message):
-        method, path, _ = message.first_line.split(" ", 2)
+        method, path = message.method, message.path
         decision = auth.decide_request_auth(
             method=method,
             path=path,

@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slime_backend import engine_guard, engine_process
 from slime_backend.engine_process import (
     EngineSettings,
     EngineStartError,
@@ -24,6 +23,8 @@ from slime_backend.engine_process import (
     check_port,
     free_port,
 )
+from slime_backend.engine_process import engine as engine_process
+from slime_backend.engine_process import guard as engine_guard
 from tests.processes import wait_gone
 from tests.waiting import wait_until
 
@@ -150,7 +151,7 @@ def test_an_engine_that_dies_while_starting_says_why(tmp_path, tiny_model):
 def test_a_killed_controller_leaves_no_real_engine_running(tmp_path, tiny_model):
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from slime_backend.engine_process import EngineSettings, LocalEngine\n"
+        "from slime_backend.engine_process.engine import EngineSettings, LocalEngine\n"
         f"engine = LocalEngine(EngineSettings(model={str(tiny_model)!r}, max_total_tokens=8192),"
         f" log_path=Path({str(tmp_path / 'engine.log')!r}))\n"
         "engine.start()\nengine.wait_ready(300)\nprint(engine.pid, flush=True)\ntime.sleep(600)\n"

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from slime_backend.http_channel import HttpChannel
+from slime_backend.engine_client.http import HttpChannel
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.wire import REPORTS_PATH
 

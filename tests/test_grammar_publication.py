@@ -7,9 +7,9 @@ import asyncio
 
 import pytest
 
-from slime_backend import publication
-from slime_backend.dispatch import generate
-from slime_backend.publication import publish
+from slime_backend.engine_client import Deadlines
+from slime_backend.fleet.dispatch import generate
+from slime_backend.publication import pause, publish
 from slime_backend.simulation.transport import NameTransport
 from tests.fake_fleet import fake_fleet, request
 
@@ -83,12 +83,12 @@ def test_without_it_the_engine_runs_for_a_moment_until_the_grammar_is_ready(run_
 
 def test_without_it_a_grammar_that_isn_t_ready_ends_the_publication_early(run_async, monkeypatch):
     """Not after the flush's deadline, while which all engines would stand still; both serve on at the old version."""
-    monkeypatch.setattr(publication, "GRAMMAR_MOMENT_S", 0.05)
+    monkeypatch.setattr(pause, "GRAMMAR_MOMENT_S", 0.05)
 
     async def scenario():
         async with fake_fleet(2, hooks=WITHOUT, grammar_s=600.0) as (fleet, engines):
             for member in fleet.members.values():
-                member.client.deadlines = publication.EngineClient("http://x").deadlines  # the flush has 30 s
+                member.client.deadlines = Deadlines()  # the flush has 30 s
             asked = await one_waits(fleet, engines)
             report = await asyncio.wait_for(publish(fleet, NameTransport(), "v1"), 15)
             (answer,) = await answered(asked, engines)

@@ -7,12 +7,11 @@ import asyncio
 import pytest
 
 from reef_service.watch import Watch
-from slime_backend import dispatch, liveness
-from slime_backend.dispatch import generate
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_process import EngineStartError
-from slime_backend.fleet import FleetError
-from slime_backend.liveness import look
+from slime_backend.fleet import FleetError, dispatch, liveness
+from slime_backend.fleet.dispatch import generate
+from slime_backend.fleet.liveness import look
 from slime_backend.local_trainer import local_fleet
 from slime_backend.publication import publish
 from slime_backend.simulation.fake_engine import FakeEngine

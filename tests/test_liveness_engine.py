@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from slime_backend.dispatch import generate
-from slime_backend.liveness import look
+from slime_backend.fleet.dispatch import generate
+from slime_backend.fleet.liveness import look
 from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from reef_service.data_plane.generation import Generation
-from slime_backend import dispatch
-from slime_backend.dispatch import RequestLost, generate
 from slime_backend.engine_client import EngineClient, EngineRefused
+from slime_backend.fleet import dispatch
+from slime_backend.fleet.dispatch import RequestLost, generate
 from slime_backend.simulation.http_server import Reply
 from tests.fake_fleet import fake_fleet, request
 

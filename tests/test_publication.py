@@ -10,10 +10,10 @@ import asyncio
 
 import pytest
 
-from slime_backend.dispatch import generate
 from slime_backend.engine_client import EngineClient
 from slime_backend.evidence import why_not_flushed, why_not_swept
 from slime_backend.fleet import EngineUnfit, Fleet, admit
+from slime_backend.fleet.dispatch import generate
 from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.simulation.fake_engine import FakeEngine
@@ -35,8 +35,9 @@ def test_a_publication_with_requests_in_flight(run_async):
     assert [e.flush_verified for e in report.engines] == [True, True]
     assert sum(e.requests_retracted for e in report.engines) == 6
     assert all(e.tokens_to_prefill_again >= 3 * 50 for e in report.engines)
-    for name in ("pause_ms", "flush_ms", "load_ms", "label_ms", "resume_ms", "paused_ms"):
-        assert all(getattr(e, name) > 0 for e in report.engines), name
+    steps = ["look", "pause", "flush", "load", "label", "resume"]
+    assert [list(e.times) for e in report.engines] == [steps, steps]
+    assert all(ms > 0 for e in report.engines for ms in [*e.times.values(), e.paused_ms])
     assert fleet.version == "v1"
     assert [m.version for m in fleet.routable()] == ["v1", "v1"]
     assert [e.label for e in engines] == [e.loaded for e in engines] == ["v1", "v1"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slime_backend.evidence import why_not_loaded, why_not_paused, why_not_swept
-from slime_backend.kv_holders import FLAGGED_TREES, KNOWN_TREES, unhandled
+from slime_backend.fleet.kv_holders import FLAGGED_TREES, KNOWN_TREES, unhandled
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_scheduler import FakeRank

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from slime_backend.dispatch import generate
 from slime_backend.engine_client import EngineClient, EngineRefused
 from slime_backend.fleet import Fleet, FleetError, admit
+from slime_backend.fleet.dispatch import generate
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine

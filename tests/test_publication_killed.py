@@ -17,10 +17,10 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from slime_backend.dispatch import generate
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
 from slime_backend.fleet import Fleet, admit
+from slime_backend.fleet.dispatch import generate
 from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.transports import DiskTransport

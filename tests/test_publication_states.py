@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.errors import Flaky
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from slime_backend import publication
-from slime_backend.dispatch import RequestLost, Sent, generate
 from slime_backend.engine_client import Deadlines, EngineClient, EngineError, EngineUnreachable
 from slime_backend.fleet import Fleet, FleetError, admit
+from slime_backend.fleet.dispatch import RequestLost, Sent, generate
 from slime_backend.policy import decide
-from slime_backend.publication import PublicationError, publish
+from slime_backend.publication import Publication, PublicationError, publish
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.transport import NameTransport
 from slime_backend.wire import REPORTS_PATH
@@ -282,8 +281,8 @@ def _steps(monkeypatch, target, name, broken):
     run_state_machine_as_test(PublishingFleet, settings=few)
 
 
-async def _never_resume(fleet, targets, confirmed, version, started):
-    return list(confirmed)
+async def _never_resume(self):
+    return list(self._confirmed)
 
 
 def _confirm_everyone(self, version, confirmed):
@@ -299,7 +298,7 @@ def _trust_every_answer(self, meta):
 @pytest.mark.parametrize(
     ("target", "name", "broken"),
     [
-        (publication, "_resume_all", _never_resume),
+        (Publication, "_resume", _never_resume),
         (Fleet, "move_to", _confirm_everyone),
         (Sent, "check_version", _trust_every_answer),
     ],

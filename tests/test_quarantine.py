@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from slime_backend import dispatch
-from slime_backend.dispatch import RequestQuarantined, generate
 from slime_backend.engine_client import EngineUncalled
-from slime_backend.quarantine import End, Quarantine, key_of
+from slime_backend.fleet import dispatch
+from slime_backend.fleet.dispatch import RequestQuarantined, generate
+from slime_backend.fleet.quarantine import End, Quarantine, key_of
 from tests.fake_fleet import fake_fleet, in_flight, request
 from tests.waiting import until
 

@@ -20,9 +20,9 @@ from reef_service.store import StoreError
 from reef_service.store.turns import CONTINUABLE, Turn, TurnState
 from reef_service.text.answer_parser import Piece, held
 from reef_service.text.tokenizer import TextStream
-from slime_backend.dispatch import RequestLost, RequestQuarantined
 from slime_backend.engine_client import EngineRefused, EngineUncalled
 from slime_backend.fleet import FleetError
+from slime_backend.fleet.dispatch import RequestLost, RequestQuarantined
 from slime_backend.provenance.errors import RecordError
 from slime_backend.provenance.records import RolloutRecord
 

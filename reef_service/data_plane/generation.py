@@ -19,11 +19,11 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime_backend.dispatch import OtherVersion, Retries, Sent, check_not_refused
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused, EngineUnreachable
 from slime_backend.fleet import Fleet, Member
+from slime_backend.fleet.dispatch import OtherVersion, Retries, Sent, check_not_refused
+from slime_backend.fleet.quarantine import key_of
 from slime_backend.provenance.record_checks import why_no_logprobs
-from slime_backend.quarantine import key_of
 
 STOP_S = 10.0  # for the engine's last word after an abort
 PACE_S, MOST_PACE_S = 0.001, 0.1  # between two looks at a stream, for each request under way; at most

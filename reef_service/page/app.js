@@ -1,7 +1,7 @@
 // The page of the gateway: one state a second by server-sent events, drawn anew each time. No framework, no build.
 // `/?still` takes one look and stops.
 
-const PHASES = ["pause", "flush", "load", "label", "resume"];
+const PHASES = ["pause", "flush", "verify", "load", "label", "resume"];
 const CLASSES = ["pure", "recomputed", "mixed", "carried", "unproven"];
 const el = (id) => document.getElementById(id);
 const still = new URLSearchParams(location.search).has("still");

@@ -11,8 +11,8 @@ from sqlalchemy import Connection, RowMapping, bindparam, func, insert, select, 
 from reef_service.store.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from reef_service.store.schema import publications, trajectories, turns
 from slime_backend.provenance.classes import CLASSES
+from slime_backend.provenance.kv_contexts import read_segments
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.stored_segments import read_segments
 from slime_backend.wire import Prefill, Span
 
 TurnState = Literal[

@@ -31,7 +31,7 @@ from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, cost_row, keep, ratio, short, spread
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import DEFAULT_HOOKS
-from slime_backend.local_trainer.models import make_tiny_model
+from slime_backend.simulation.models import make_tiny_model
 from slime_backend.wire import ACTIVE
 
 PARTS = ("hits", "decode", "prefill", "alone")

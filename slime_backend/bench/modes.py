@@ -34,10 +34,10 @@ from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import Row, keep, ratio, short
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import DEFAULT_HOOKS
-from slime_backend.local_trainer.models import make_tiny_model
 from slime_backend.planner.measured import ModeResults, Shape, Slice
 from slime_backend.planner.work import MODES, Mode, groups_in_flight
 from slime_backend.policy import decide
+from slime_backend.simulation.models import make_tiny_model
 
 # From 24 to 256 tokens, log-uniform. Not multiples of one number: answers that begin together would end together, and
 # their successors be prefilled together, for ever.

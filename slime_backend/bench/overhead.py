@@ -33,7 +33,7 @@ from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, keep
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_plugin import HOOK_MODULES
-from slime_backend.local_trainer.models import make_tiny_model
+from slime_backend.simulation.models import make_tiny_model
 from slime_backend.wire import KV_PROVENANCE_KEY, SWITCH_KEY
 
 OFF, AGAIN, ON = "off", "again", "on"

@@ -34,9 +34,9 @@ from slime_backend.bench.slime_sequence import Stop, slime_sequence
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.fleet import Fleet, admit
-from slime_backend.local_trainer.models import make_tiny_model
 from slime_backend.policy import decide
-from slime_backend.publication import EngineOutcome, PublicationReport, publish
+from slime_backend.publication import PublicationReport, Step, publish
+from slime_backend.simulation.models import make_tiny_model
 
 PARTS = ("load", "engines", "eight")
 ROUNDS = 9
@@ -201,7 +201,7 @@ def resumed_rows(found: Measured, where: str) -> list[Row]:
     peer = [stop.resumed_ms for stop in found.slime]
     rows = []
     for way, reports in (("retract", found.retract), ("scoped", found.scoped)):
-        answered = phase(reports, "paused_ms")
+        answered = [max(outcome.paused_ms or 0.0 for outcome in report.engines) for report in reports]
         rows.append(cost_row(f"pause to resumed, {way}, {where}, ms", peer, answered, at_least=1))
         verified = [report.wall_ms for report in reports]
         rows.append(cost_row(f"pause to resumed and verified, {way}, {where}, ms", None, verified))
@@ -220,26 +220,24 @@ def split_rows(found: Measured, where: str) -> list[Row]:
         for way, reports in (("retract", found.retract), ("scoped", found.scoped))
     ]
     for way, reports in (("retract", found.retract), ("scoped", found.scoped)):
-        flush = "flush and evidence" if way == "retract" else "evidence of the pause"
-        phases = {
-            "pause": "pause_ms",
-            flush: "flush_ms",
-            "label, confirmed": "label_ms",
-            "resume, confirmed": "resume_ms",
-        }
-        rows += [cost_row(f"{way}: {name}, {where}, ms", None, phase(reports, ms)) for name, ms in phases.items()]
+        verified: tuple[str, Step] = (
+            ("flush and evidence", "flush") if way == "retract" else ("evidence of the pause", "verify")
+        )
+        phases: list[tuple[str, Step]] = [
+            ("pause", "pause"),
+            verified,
+            ("label, confirmed", "label"),
+            ("resume, confirmed", "resume"),
+        ]
+        rows += [cost_row(f"{way}: {name}, {where}, ms", None, phase(reports, step)) for name, step in phases]
     lost = median(found.aborted_by_slime), max(found.aborted_by_us)
     rows.append(Row(f"requests that a publication aborts, {where}", *lost, None, "none", lost[1] == 0))
     return rows
 
 
-def phase(reports: Sequence[PublicationReport], name: str) -> list[float]:
+def phase(reports: Sequence[PublicationReport], step: Step) -> list[float]:
     """Milliseconds of the slowest engine in each."""
-
-    def of(outcome: EngineOutcome) -> float:
-        return getattr(outcome, name) or 0.0
-
-    return [max(of(outcome) for outcome in report.engines) for report in reports]
+    return [max(outcome.times.get(step, 0.0) for outcome in report.engines) for report in reports]
 
 
 @asynccontextmanager

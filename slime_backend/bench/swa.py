@@ -28,7 +28,7 @@ from slime_backend.bench.rows import BenchError, Row, cost_row, keep, ratio
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_plugin.anchor_plan import grid
 from slime_backend.engine_process import DEFAULT_HOOKS
-from slime_backend.local_trainer.models import ASSISTANT, END, SYSTEM, USER, byte_tokenizer, make_tiny_model
+from slime_backend.simulation.models import ASSISTANT, END, SYSTEM, USER, byte_tokenizer, make_tiny_model
 from slime_backend.wire import ACTIVE, ANCHORS_HOOK, ANCHORS_KEY, KvEvidence
 
 WINDOW = 128

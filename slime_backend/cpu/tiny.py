@@ -21,7 +21,7 @@ def make(directory: Path) -> list[str]:
 
     Raises ModelError where the directory holds something else.
     """
-    from slime_backend.local_trainer.models import make_tiny_model
+    from slime_backend.simulation.models import make_tiny_model
 
     directory = directory.resolve()  # Ray's workers may run elsewhere
     model = make_tiny_model(directory / "model")

@@ -19,10 +19,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slime_backend import engine_guard
+from slime_backend.audit.audit import AuditResult, Violation
+from slime_backend.audit.follow import FILE, load
 from slime_backend.config import RunConfig
-from slime_backend.provenance.audit import AuditResult, Violation
-from slime_backend.provenance.audit_follow import FILE, load
+from slime_backend.engine_process import guard as engine_guard
 
 LOG = "audit.log"
 POLL_S = 0.2

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slime_backend.provenance.run_rows import sound_rows
+from slime_backend.run_files.rows import sound_rows
 from slime_backend.runs import RunError
 from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit, check_same_config
 

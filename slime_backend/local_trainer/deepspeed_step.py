@@ -21,7 +21,6 @@ from slime_backend.local_trainer.grpo import (
     GrpoConfig,
     Sample,
     StepBatch,
-    StepMetrics,
     Trained,
     make_optimizer,
     part_losses,
@@ -29,6 +28,7 @@ from slime_backend.local_trainer.grpo import (
 )
 from slime_backend.local_trainer.shared_prefix import SharedPrefix
 from slime_backend.runs import RunError
+from slime_backend.tracking.columns import StepMetrics
 
 
 def deepspeed(device: str) -> Any:

@@ -27,13 +27,14 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 
-from slime_backend import engine_guard
 from slime_backend.config import RunConfig
-from slime_backend.local_trainer import models
+from slime_backend.engine_process import guard as engine_guard
 from slime_backend.local_trainer.checkpoint import save_trainer_state, version_name
 from slime_backend.local_trainer.deepspeed_step import deepspeed, deepspeed_step, make_deepspeed_engine
-from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepMetrics
+from slime_backend.local_trainer.grpo import GrpoConfig, Sample
 from slime_backend.runs import RunError
+from slime_backend.simulation import models
+from slime_backend.tracking.columns import StepMetrics
 from slime_backend.weight_sources.deepspeed_zero import DeepSpeedZeroSource
 from slime_backend.weight_sources.gathered import STAND_BY_S
 

@@ -20,14 +20,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from slime_backend.local_trainer.shared_prefix import SharedPrefix, suffix_logprobs
+from slime_backend.provenance.importance import TrustedRatios, importance_weights
 from slime_backend.provenance.sampling_params import GREEDY_BELOW, scored_temperature
+from slime_backend.tracking.columns import StepMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +86,12 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class GrpoConfig:
+class GrpoConfig(TrustedRatios):
     """Settings of a step. The defaults are those measured for the tiny model."""
 
     learning_rate: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
-    ratio_bound: float = 2.0  # of the importance weight; 2 is what Yao et al. use
-    ratio_low: float = 0.5  # a stale token is masked where its weight is under this
-    ratio_high: float = 5.0  # or over this
     normalise: Literal["token", "sequence"] = "token"  # mean over tokens, or over sequences of their token means
     advantage_epsilon: float = 1e-6
     micro_batch: int = 16  # samples per forward; bounds memory, does not change the gradient
@@ -100,42 +99,9 @@ class GrpoConfig:
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.max_grad_norm <= 0 or self.micro_batch < 1:
             raise ValueError("learning_rate and max_grad_norm must be positive, micro_batch at least 1")
-        if self.ratio_bound < 1:
-            raise ValueError(f"ratio_bound={self.ratio_bound} would shrink on-policy samples too; give at least 1")
-        if not 0 <= self.ratio_low <= 1 <= self.ratio_high:
-            raise ValueError(
-                f"ratio_low={self.ratio_low}, ratio_high={self.ratio_high} leave out 1, the weight of a token that is "
-                "on-policy"
-            )
+        TrustedRatios.__post_init__(self)
         if self.normalise not in ("token", "sequence"):
             raise ValueError(f"normalise={self.normalise!r}; choose 'token' or 'sequence'")
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetrics:
-    """What a step saw. Log-prob figures are over trained tokens, before the step's update."""
-
-    loss: float
-    grad_norm: float  # before clipping
-    reward_mean: float
-    reward_std: float
-    samples: int
-    tokens: int  # trained tokens
-    groups_without_signal: int  # groups whose rewards were all equal
-    ratio_mean: float
-    ratio_max: float
-    clipped_share: float  # share of tokens whose weight was cut at the bound
-    stale_tokens: int  # tokens over the lag bound under the policy `correct`
-    masked_ratio_low: int  # of these, tokens with weight 0 because their ratio was under ratio_low
-    masked_ratio_high: int  # or over ratio_high
-    entropy: float  # nats per token, estimated by -log p_now of the sampled tokens
-    logprob_gap_mean: float  # mean |log p_now - log p_engine|: staleness and numerical mismatch together
-    shared_prefix: int  # tokens of the common prefix, run once instead of once per sample
-    tokens_at_lag_0: int = 0  # sampled by these very weights, from KV that they computed
-    logprob_gap_at_lag_0: float | None = None  # mean over these of |log p_now - log p_engine|: mismatch alone
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def group_advantages(rewards: Sequence[float], epsilon: float = 1e-6) -> list[float]:
@@ -151,12 +117,6 @@ def group_advantages(rewards: Sequence[float], epsilon: float = 1e-6) -> list[fl
     mean = math.fsum(rewards) / len(rewards)
     std = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
     return [(r - mean) / (std + epsilon) for r in rewards]
-
-
-def importance_weights(ratios: Tensor, stale: Tensor, config: GrpoConfig) -> Tensor:
-    """Truncated at ratio_bound; 0 for a stale token whose ratio leaves ratio_low .. ratio_high. All (tokens,)."""
-    outside = (ratios < config.ratio_low) | (ratios > config.ratio_high)
-    return ratios.clamp(max=config.ratio_bound).masked_fill(stale & outside, 0.0)
 
 
 def policy_loss(

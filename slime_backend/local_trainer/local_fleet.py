@@ -13,7 +13,7 @@ from slime_backend.config import RunConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import EngineSettings, EngineStartError, LocalEngine
 from slime_backend.fleet import Fleet, admit
-from slime_backend.liveness import look
+from slime_backend.fleet.liveness import look
 from slime_backend.local_trainer.devices import place
 
 WATCH_S = 2.0  # between two looks at the engines of `reef-slime up`

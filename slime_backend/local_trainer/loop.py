@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 
+from slime_backend.audit import follow as audit_follow
+from slime_backend.audit.audit import AuditResult, Violation, audit_run
 from slime_backend.config import RunConfig
 from slime_backend.fleet import Fleet
-from slime_backend.local_trainer import models
+from slime_backend.ledger.lock import RUN_HOLDER, describe_holder, lock_run
 from slime_backend.local_trainer.audit_beside import AuditBeside
 from slime_backend.local_trainer.batch import Batch, collect_batch
 from slime_backend.local_trainer.checkpoint import (
@@ -32,28 +34,27 @@ from slime_backend.local_trainer.checkpoint import (
     version_name,
 )
 from slime_backend.local_trainer.devices import place
-from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics
+from slime_backend.local_trainer.grpo import GrpoConfig
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
-from slime_backend.local_trainer.metrics import of_rollouts, publication_metrics
 from slime_backend.local_trainer.resumption import log_again, log_step, make_good
 from slime_backend.local_trainer.retention import audit_is_behind, prune
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
 from slime_backend.local_trainer.trainer import Trainer, make_trainer
-from slime_backend.provenance import audit_follow
-from slime_backend.provenance.alerts import audit_alerts, gap_alerts, publication_alerts
-from slime_backend.provenance.audit import AuditResult, Violation, audit_run
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.jsonl import JsonlWriter
-from slime_backend.provenance.ledger_lock import RUN_HOLDER, describe_holder, lock_run
-from slime_backend.provenance.report.write import report_at_the_end
-from slime_backend.provenance.run_rows import sound_rows
 from slime_backend.provenance.staleness import count
-from slime_backend.provenance.summary import write_summary
-from slime_backend.provenance.tracker import Tracker, make_tracker
 from slime_backend.publication import PublicationError, PublicationReport, publish
+from slime_backend.report.summary import write_summary
+from slime_backend.report.write import report_at_the_end
+from slime_backend.run_files.rows import sound_rows
 from slime_backend.runs import RunError, is_used, new_run_dir
+from slime_backend.simulation import models
+from slime_backend.tracking.alerts import audit_alerts, gap_alerts, publication_alerts
+from slime_backend.tracking.columns import StepMetrics
+from slime_backend.tracking.metrics import of_rollouts, publication_metrics
+from slime_backend.tracking.tracker import Tracker, make_tracker
 from slime_backend.transports import DiskTransport, Transport
 
 NAMED_VIOLATIONS = 10  # of those found at once

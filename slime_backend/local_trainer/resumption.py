@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend.local_trainer.checkpoint import version_name
-from slime_backend.local_trainer.metrics import publication_row_metrics, rollout_row_metrics, train_metrics
 from slime_backend.provenance.jsonl import JsonlWriter, parse_line
-from slime_backend.provenance.run_rows import sound_rows
-from slime_backend.provenance.tracker import Tracker
 from slime_backend.publication import PublicationReport
+from slime_backend.run_files.rows import sound_rows
+from slime_backend.tracking.metrics import publication_row_metrics, rollout_row_metrics, train_metrics
+from slime_backend.tracking.tracker import Tracker
 
 STEPS, SUPERSEDED, PUBLICATIONS = "steps.jsonl", "steps.superseded.jsonl", "publications.jsonl"
 

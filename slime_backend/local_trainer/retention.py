@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from slime_backend.provenance.audit_follow import load
+from slime_backend.audit.follow import load
 
 
 def removable(present: Iterable[str], step: int, keep: int, needed: Iterable[str]) -> list[str]:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend.config import RunConfig
-from slime_backend.dispatch import RequestQuarantined, generate
 from slime_backend.fleet import Fleet
+from slime_backend.fleet.dispatch import RequestQuarantined, generate
+from slime_backend.ledger.writer import Ledger
 from slime_backend.local_trainer.task import Question, Task, prompt_ids, shared_prompt_length
 from slime_backend.provenance.errors import RecordError
 from slime_backend.provenance.jsonl import JsonlWriter
-from slime_backend.provenance.ledger import Ledger
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.wire import ANCHORS_HOOK, ANCHORS_KEY
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime_backend.config import RunConfig
-from slime_backend.local_trainer import models
 from slime_backend.local_trainer.checkpoint import save_trainer_state
 from slime_backend.local_trainer.devices import place
-from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepMetrics, grpo_step, make_optimizer
+from slime_backend.local_trainer.grpo import GrpoConfig, Sample, grpo_step, make_optimizer
+from slime_backend.simulation import models
+from slime_backend.tracking.columns import StepMetrics
 from slime_backend.weight_sources import WeightSource
 from slime_backend.weight_sources.torch_module import TorchModuleSource
 

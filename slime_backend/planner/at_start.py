@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from slime_backend.kv_holders import unhandled
+from slime_backend.fleet.kv_holders import unhandled
 from slime_backend.planner.predict import seconds_for
 from slime_backend.planner.recommend import ALIKE, PREFERRED
 from slime_backend.planner.speeds import PREFILL_TO_DECODE, Speeds

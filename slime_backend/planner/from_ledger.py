@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_backend.ledger.files import read_records
 from slime_backend.planner.predict import predict
 from slime_backend.planner.speeds import Speeds
 from slime_backend.planner.traffic import PlanError, Traffic, quantiles
 from slime_backend.planner.work import Mode
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import read_records
 
 TOGETHER_S = 0.05  # requests of a group that were sent within this reach the engine at once
 SLOWEST, FASTEST = 1e-2, 1e8  # tokens per second between which a speed is looked for

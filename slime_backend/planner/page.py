@@ -13,11 +13,11 @@ from slime_backend.planner.recommend import GROUPS, PERIODS, At, Crossover, by_g
 from slime_backend.planner.speeds import Speeds
 from slime_backend.planner.traffic import PlanError
 from slime_backend.planner.work import MODES
-from slime_backend.provenance.report import palette
-from slime_backend.provenance.report.charts import base_layout
-from slime_backend.provenance.report.page import Section, page
-from slime_backend.provenance.report.sections import esc
-from slime_backend.provenance.report.write import plotly_source
+from slime_backend.report import palette
+from slime_backend.report.charts import base_layout
+from slime_backend.report.page import Section, page
+from slime_backend.report.sections import esc
+from slime_backend.report.write import plotly_source
 
 SLIME_DASH = {"drop": "dot", "requeue": "dot"}
 HIGHEST = 1e3  # prefilled tokens for each finished one that are still drawn

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slime_backend.provenance.damage import Damage
+from slime_backend.run_files.damage import Damage
 
 log = logging.getLogger(__name__)
 

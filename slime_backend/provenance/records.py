@@ -9,9 +9,9 @@ from typing import Any
 
 from slime_backend.provenance import classes
 from slime_backend.provenance.errors import RecordError
+from slime_backend.provenance.kv_contexts import read_segments, shorten
 from slime_backend.provenance.record_checks import check_answer, check_stored, output_logprobs
 from slime_backend.provenance.sampling_params import transforming
-from slime_backend.provenance.stored_segments import read_segments, shorten
 from slime_backend.wire import (
     KV_PROVENANCE_KEY,
     PREFILLS_KEY,

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from slime_backend.http_channel import MAX_HEAD, Message, read_message
+from slime_backend.simulation.http_messages import MAX_HEAD, Message, MessageReader
 
 
 class Reply(NamedTuple):
@@ -52,12 +52,12 @@ class HttpServer:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
+        messages = MessageReader(reader)
         try:
             while self._server is not None:  # also for a connection that was accepted while it stopped
-                message = await read_message(reader, until_eof=False)
-                path = message.first_line.split(" ", 2)[1]
+                message = await messages.next()
                 reply = self._guard(message) if self._guard is not None else None
-                reply = reply or await self._handler(path, json.loads(message.body or b"{}"))
+                reply = reply or await self._handler(message.path, json.loads(message.body or b"{}"))
                 if reply is None:
                     break
                 if reply.events is not None:

@@ -10,8 +10,9 @@ from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.cpu.flags import GpuFlagError, cpu_flags
 from slime_backend.cpu.source import SourceMovedError
 from slime_backend.policy import PolicyError
-from slime_backend.slime_hooks import checkout, ray_start, worker_setup
-from slime_backend.slime_hooks.rollout_flags import set_rollout_functions
+from slime_backend.slime_hooks import ray_start, worker_setup
+from slime_backend.slime_hooks.contract import checkout
+from slime_backend.slime_hooks.rollouts.flags import set_rollout_functions
 
 WRONG_USE = 2
 USER_ERRORS = (

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 from slime_backend.import_hooks import ModuleFunction, on_import
-from slime_backend.slime_hooks import delta_disk, engine, rollouts, saved_weights, servers, train_group, updaters
+from slime_backend.slime_hooks.engines import engine, servers
+from slime_backend.slime_hooks.rollouts import functions as rollouts
+from slime_backend.slime_hooks.weights import delta_disk, saved_weights, train_group, updaters
 
 # "off" leaves slime's own publications as they are: the negative control of tests and benchmarks.
 VARIABLE = "REEF_SLIME_PUBLICATIONS"

@@ -10,7 +10,8 @@ from typing import Any
 from slime_backend import cpu
 from slime_backend.cpu import environment, loopback
 from slime_backend.errors import ReefError
-from slime_backend.slime_hooks import checkout, patches, worker_setup
+from slime_backend.slime_hooks import patches, worker_setup
+from slime_backend.slime_hooks.contract import checkout
 
 # Read by every worker; a cluster's workers don't inherit the driver's environment.
 PASSED_ON = (checkout.VARIABLE, cpu.VARIABLE, patches.VARIABLE, loopback.PORT_VARIABLE)

@@ -7,7 +7,8 @@ their own (Ray 2.x, `worker_process_setup_hook`).
 from __future__ import annotations
 
 from slime_backend import cpu
-from slime_backend.slime_hooks import checkout, compat, patches
+from slime_backend.slime_hooks import compat, patches
+from slime_backend.slime_hooks.contract import checkout
 
 HOOK = "slime_backend.slime_hooks.worker_setup.setup"
 

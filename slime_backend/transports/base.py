@@ -1,4 +1,4 @@
-"""The two calls that the publication transaction makes of a transport."""
+"""What the publication transaction asks of a transport, and what a transport may rely on."""
 
 from __future__ import annotations
 
@@ -33,10 +33,29 @@ def is_counted(transport: Any) -> bool:
     return bool(getattr(transport, "counted", True))
 
 
+def expect_loads(transport: Any, clients: Sequence[EngineClient]) -> None:
+    """Call `transport.expect_loads(clients)`, where it has such a method."""
+    expect = getattr(transport, "expect_loads", None)
+    if expect is not None:
+        expect(clients)
+
+
 class Transport(Protocol):
-    """May have `why_not(client) -> Refused | None` as well: asked behind `prepare`, it names the engines that `load`
-    couldn't serve, and these aren't paused. And `counted = False`, where its bytes reach an engine without any of
-    SGLang's update calls (RDMA), or where it moves none: then no count of loads is demanded."""
+    """How the bytes of a version reach the engines.
+
+    The loads of one publication belong together, and no transport may rely on when each begins: whoever stands between
+    the transaction and the transport may await something first, and an engine may take its time to answer. A transport
+    that brings the weights to all engines in step waits for those that `expect_loads` named (arrivals.py).
+
+    May have, and one that wraps another transport passes on:
+
+        expect_loads(clients)        called once, behind the pause and before the first load, with exactly the engines
+                                     that `load` will be called for
+        why_not(client)              Refused, or None: asked behind `prepare`, it names the engines that `load` couldn't
+                                     serve, and these aren't paused
+        counted = False              its bytes reach an engine without any of SGLang's update calls (RDMA), or it moves
+                                     none: then no count of loads is demanded
+    """
 
     name: str
 

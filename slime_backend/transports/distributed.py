@@ -11,6 +11,7 @@ prefix the store's keys. Updates must lie between /begin_weight_update and /end_
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import uuid
@@ -23,12 +24,15 @@ import torch
 import torch.distributed as dist
 
 from slime_backend.engine_client import EngineClient, EngineError
+from slime_backend.transports.arrivals import LATE_S
 from slime_backend.transports.base import Refused, TransportError
 from slime_backend.transports.one_pass import OnePass
 from slime_backend.transports.served import Info, ServedModels, local_address, why_no_group, why_unreachable
 from slime_backend.weight_sources import WeightSource
 from slime_backend.weight_sources.base import headers_of
 from slime_backend.weight_sources.buckets import BUCKET_BYTES, in_buckets
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.0005
 SLACK_S = 5.0  # gloo ends a send at the group's timeout, or a moment later
@@ -107,19 +111,23 @@ class DistributedTransport:
         bucket_bytes: int = BUCKET_BYTES,
         connect_s: float = 60.0,
         compare: bool = True,
+        late_s: float = LATE_S,
     ) -> None:
         """`host`: an address of this machine that the engines reach; without, the one from which each is reached.
-        `compare`: names and shapes of the source with the checkpoint that the engines were started with."""
+        `compare`: names and shapes of the source with the checkpoint that the engines were started with.
+        `late_s`: how long the engines that load wait for one whose load hasn't begun."""
         self.source = source
         self.host = host
         self.bucket_bytes = bucket_bytes
         self.connect_s = connect_s
+        self.late_s = late_s
         self._pairs: dict[str, tuple[EngineClient, EngineGroup]] = {}
         self._joined_by: dict[str, frozenset[str]] = {}  # engine -> the scheduler processes that are in its group
         self._unjoined: dict[str, Refused] = {}  # engine -> why it has no group
         self._served = ServedModels()
         self._compare = compare
         self._pass: OnePass[list[tuple[str, torch.Tensor]]] | None = None
+        self._to_come: set[str] = set()  # engines whose load hasn't begun
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
         """Connect to the engines that have no group yet; `why_not` names those that didn't join.
@@ -137,6 +145,11 @@ class DistributedTransport:
                 self._drop(client.name)  # another process at the same address is in no group
         new = [client for client in clients if client.name not in self._pairs]
         await asyncio.gather(*(self._connect(client, infos.get(client.name)) for client in new))
+        self.expect_loads([client for client in clients if client.name in self._pairs])
+
+    def expect_loads(self, clients: Sequence[EngineClient]) -> None:
+        """Who reads the source together. Until this is called behind the pause, those that joined are expected."""
+        self._pass, self._to_come = None, {client.name for client in clients}
 
     def why_not(self, client: EngineClient) -> Refused | None:
         return None if client.name in self._pairs else self._unjoined.get(client.name)
@@ -194,14 +207,11 @@ class DistributedTransport:
         self._unjoined[client.name] = Refused(f"it didn't join the weight-update group: {why}", unknown)
 
     async def load(self, client: EngineClient, version: str) -> None:
-        if client.name not in self._pairs:
-            refused = self._unjoined.get(client.name)
-            absent = "it didn't join the weight-update group: it wasn't there at `prepare`"
-            raise TransportError(client.name, refused.why if refused else absent)
-        _, pair = self._pairs[client.name]
         try:
-            # The session ends outside of the reader: the others' buckets don't wait for it.
-            async with AsyncExitStack() as session, self._joined_pass().reader() as buckets:
+            # In the pass before anything can fail: the others wait until this engine is in it, or out of it again. The
+            # session ends outside of the reader: the others' buckets don't wait for it.
+            async with AsyncExitStack() as session, self._joined_pass(client.name).reader(client.name) as buckets:
+                pair = self._pair_of(client)
                 await session.enter_async_context(client.weight_session())
                 async for bucket in buckets:
                     await self._send(client, pair, bucket)
@@ -210,9 +220,22 @@ class DistributedTransport:
             self._drop(client.name)
             raise
 
-    def _joined_pass(self) -> OnePass[list[tuple[str, torch.Tensor]]]:
+    def _pair_of(self, client: EngineClient) -> EngineGroup:
+        if client.name not in self._pairs:
+            refused = self._unjoined.get(client.name)
+            absent = "it didn't join the weight-update group: it wasn't there at `prepare`"
+            raise TransportError(client.name, refused.why if refused else absent)
+        return self._pairs[client.name][1]
+
+    def _joined_pass(self, engine: str) -> OnePass[list[tuple[str, torch.Tensor]]]:
+        """The pass that all engines are in; for one that comes when it has begun, another one, with whoever is late as
+        well."""
         if self._pass is None or self._pass.begun:
-            self._pass = OnePass(in_buckets(self.source.named_tensors(), self.bucket_bytes))
+            if self._pass is not None and engine in self._to_come:
+                log.warning("%s began to load late: the weights are read once more for it", engine)
+            buckets = in_buckets(self.source.named_tensors(), self.bucket_bytes)
+            self._pass = OnePass(buckets, readers=self._to_come, late_s=self.late_s)
+        self._to_come.discard(engine)
         return self._pass
 
     async def _send(self, client: EngineClient, pair: EngineGroup, bucket: list[tuple[str, torch.Tensor]]) -> None:
@@ -240,8 +263,8 @@ class DistributedTransport:
 
     def _drop(self, engine: str) -> None:
         """Forget a broken group; the next `prepare` makes a new one."""
-        _, pair = self._pairs.pop(engine)
-        pair.stop()
+        if engine in self._pairs:
+            self._pairs.pop(engine)[1].stop()
 
     async def close(self) -> None:
         for client, pair in self._pairs.values():

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from slime_backend import cli
 from slime_backend.bench.catalog import BENCHES, Bench
 from slime_backend.bench.rows import Row
+from slime_backend.cli import app as cli
 from slime_backend.engine_process import EngineStartError
 
 ROW = {"case": "first", "peer": 0.0, "ours": 0.99, "ratio": 103.4, "goal": "at least 0.99", "holds": True}

@@ -14,7 +14,7 @@ from slime_backend.bench.publish import Load, Measured, in_turns
 from slime_backend.bench.rows import BenchError, Row
 from slime_backend.bench.slime_sequence import Stop
 from slime_backend.engine_client import Deadlines, EngineClient
-from slime_backend.publication import EngineOutcome, PublicationReport
+from slime_backend.publication import EngineOutcome, PublicationReport, Step
 from slime_backend.simulation.fake_engine import FakeEngine
 
 FAST = Deadlines(pause=1.0, flush=0.3, load=1.0, control=1.0, generate=60.0)
@@ -81,11 +81,13 @@ def test_a_request_of_the_load_that_fails_ends_the_bench(run_async: Any) -> None
 
 
 def measured(slime_ms: float, our_ms: float) -> Measured:
-    phases = {"pause_ms": 1.0, "flush_ms": our_ms - 1, "label_ms": 2.0, "resume_ms": 3.0}
-    engines = [EngineOutcome(f"e{i}", **phases, paused_ms=our_ms + 3 + i) for i in range(2)]
-    report = PublicationReport("v1", "v0", "p", "none", verified_ms=our_ms, wall_ms=our_ms + 5, engines=engines)
+    def report(verified: Step) -> PublicationReport:
+        times: dict[Step, float] = {"pause": 1.0, verified: our_ms - 1, "label": 2.0, "resume": 3.0}
+        engines = [EngineOutcome(f"e{i}", times, paused_ms=our_ms + 3 + i) for i in range(2)]
+        return PublicationReport("v1", "v0", "p", "none", verified_ms=our_ms, wall_ms=our_ms + 5, engines=engines)
+
     stops = [Stop(slime_ms, slime_ms + 5)] * 3
-    return Measured(1, 32, stops, [report] * 3, [report] * 3, [32, 31, 32], [0, 0, 0])
+    return Measured(1, 32, stops, [report("flush")] * 3, [report("verify")] * 3, [32, 31, 32], [0, 0, 0])
 
 
 @pytest.mark.parametrize(("slime_ms", "our_ms", "holds"), [(1005, 20, (True, True)), (1005, 40, (False, False))])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slime_backend.bench import swa
-from slime_backend.local_trainer.models import byte_tokenizer
+from slime_backend.simulation.models import byte_tokenizer
 
 
 def answer(found: int, total: int) -> swa.Answer:

@@ -16,8 +16,8 @@ from typing import Any
 from checks import reset
 from engine_api import Api, Endless
 
+from slime_backend.audit.sampling import Plan
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.sampling import Plan
 from slime_backend.wire import KvSegment, Span
 from tests.one_step import LETTERS
 

@@ -29,8 +29,8 @@ from slime_backend.engine_plugin.anchor_plan import (
     hint,
 )
 from slime_backend.engine_plugin.message_marks import boundaries, learn_marks, load_marks
-from slime_backend.local_trainer.models import byte_tokenizer
 from slime_backend.local_trainer.task import TASKS, Question, prompt_ids
+from slime_backend.simulation.models import byte_tokenizer
 
 
 def test_no_gpu_is_visible() -> None:

@@ -18,9 +18,9 @@ import torch
 from engine_api import Api, Serve
 from planted import CONTAMINATED, Case, sample_size
 
-from slime_backend.local_trainer.models import load_model
-from slime_backend.provenance.audit import AuditResult, audit_run
-from slime_backend.provenance.sampling import Plan, Sample
+from slime_backend.audit.audit import AuditResult, audit_run
+from slime_backend.audit.sampling import Plan, Sample
+from slime_backend.simulation.models import load_model
 from tests.one_step import mixed, one_step_apart, tensor_names
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -17,7 +17,7 @@ import pytest
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
 from slime_backend.fleet import Fleet, admit
-from slime_backend.liveness import look
+from slime_backend.fleet.liveness import look
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, publish
 from slime_backend.transports import DiskTransport

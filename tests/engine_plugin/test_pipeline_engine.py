@@ -11,12 +11,12 @@ import pytest
 from checks import prompt
 from engine_api import Api, Background, Serve
 
-from slime_backend import publication
 from slime_backend.engine_client import EngineClient
 from slime_backend.evidence import why_not_loaded, why_not_paused
 from slime_backend.fleet import EngineUnfit, Fleet, admit
 from slime_backend.policy import decide
 from slime_backend.publication import PublicationError, PublicationReport, publish
+from slime_backend.publication import transaction as publication
 from slime_backend.transports.disk import CheckpointTransport
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

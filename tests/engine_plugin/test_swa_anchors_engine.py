@@ -24,7 +24,7 @@ from engine_api import Api, Background, Endless, Serve
 from tiny_models import WINDOW, Reference
 
 from slime_backend.engine_process import DEFAULT_HOOKS, LocalEngine
-from slime_backend.local_trainer.models import byte_tokenizer
+from slime_backend.simulation.models import byte_tokenizer
 from slime_backend.wire import ACTIVE, NOT_NEEDED, SchedulerReport
 from tests import tensor_parallel
 

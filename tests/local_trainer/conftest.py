@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_backend.local_trainer import models
+from slime_backend.simulation import models
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import torch
 
 from slime_backend.local_trainer.deepspeed_step import deepspeed_step, make_deepspeed_engine
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample
-from slime_backend.local_trainer.models import load_model
+from slime_backend.simulation.models import load_model
 from slime_backend.weight_sources.deepspeed_zero import DeepSpeedZeroSource
 
 

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from slime_backend.config import RunConfig
+from slime_backend.ledger.writer import Ledger
 from slime_backend.local_trainer import loop
 from slime_backend.local_trainer.audit_beside import AuditBeside
-from slime_backend.provenance.ledger import Ledger
 from tests.processes import below_with
 from tests.waiting import wait_until
 
@@ -29,7 +29,7 @@ STARTING = """
 import pathlib, sys, time
 from slime_backend.config import RunConfig
 from slime_backend.local_trainer.audit_beside import AuditBeside
-from slime_backend.provenance.ledger import Ledger
+from slime_backend.ledger.writer import Ledger
 run_dir = pathlib.Path(sys.argv[1])
 ledger = Ledger(run_dir)
 beside = AuditBeside(RunConfig(), run_dir)
@@ -86,8 +86,8 @@ def test_an_audit_that_fails_is_made_at_the_end_and_the_training_goes_on(config,
 
 
 def test_news_are_told_once(config, tmp_path):
-    from slime_backend.provenance import audit_follow
-    from slime_backend.provenance.audit import AuditResult, Violation
+    from slime_backend.audit import follow as audit_follow
+    from slime_backend.audit.audit import AuditResult, Violation
 
     beside = AuditBeside(config, tmp_path)
     assert list(beside.news()) == []
@@ -124,7 +124,7 @@ def test_it_is_stopped_with_a_run_that_fails(config, tmp_path):
     beside = AuditBeside(config, tmp_path)
     with Ledger(tmp_path):
         beside.start()
-        wait_until(followers, "the audit runs")
+        wait_until(lambda: below_with("--follow"), "the audit runs")
         beside.stop()
         beside.stop()
     assert not below_with("--follow")

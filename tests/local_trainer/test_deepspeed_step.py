@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample, StepBatch, grpo_step, make_optimizer
-from slime_backend.local_trainer.models import load_model
+from slime_backend.simulation.models import load_model
 from tests.needs import needs_deepspeed
 from tests.weight_sources.ranks import run_cases
 

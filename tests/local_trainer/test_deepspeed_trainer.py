@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from slime_backend.config import ConfigError, make_config
-from slime_backend.local_trainer.models import load_model
 from slime_backend.runs import RunError
+from slime_backend.simulation.models import load_model
 from tests.needs import needs_deepspeed
 
 ROOT = Path(__file__).resolve().parents[2]

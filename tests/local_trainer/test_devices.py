@@ -120,7 +120,7 @@ def test_log_probs_are_the_samplers_whatever_the_shell_says(monkeypatch, tmp_pat
     monkeypatch.setenv(ORIGINAL_LOGPROB, "true")
     given = []
     monkeypatch.setattr(
-        "slime_backend.engine_guard.start_guarded", lambda command, environment, log: given.append(environment)
+        "slime_backend.engine_process.guard.start_guarded", lambda command, environment, log: given.append(environment)
     )
     (engine, _) = make_engines(config(device="cpu"), _model(tmp_path), "v0", tmp_path)
     engine.start()

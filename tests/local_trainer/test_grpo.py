@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime_backend.local_trainer import models
 from slime_backend.local_trainer.grpo import (
     GrpoConfig,
     Sample,
@@ -21,6 +20,7 @@ from slime_backend.local_trainer.grpo import (
     policy_loss,
     token_logprobs,
 )
+from slime_backend.simulation import models
 
 
 @pytest.fixture

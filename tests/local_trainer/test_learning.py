@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample, grpo_step, make_optimizer
-from slime_backend.local_trainer.models import byte_tokenizer
 from slime_backend.local_trainer.task import CharacterKinds
+from slime_backend.simulation.models import byte_tokenizer
 
 
 @torch.no_grad()

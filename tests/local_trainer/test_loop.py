@@ -16,10 +16,10 @@ import pytest
 
 from slime_backend.config import make_config
 from slime_backend.local_trainer import loop
-from slime_backend.provenance.report import write
-from slime_backend.provenance.tracker import Tracker
 from slime_backend.publication import EngineOutcome, PublicationReport
+from slime_backend.report import write
 from slime_backend.runs import RunError
+from slime_backend.tracking.tracker import Tracker
 
 from ..provenance.examples import example
 

@@ -17,9 +17,9 @@ import pytest
 from slime_backend.config import RunConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
+from slime_backend.ledger.files import list_segments, read_rollouts
 from slime_backend.local_trainer import loop
 from slime_backend.provenance.jsonl import read_jsonl
-from slime_backend.provenance.segments import list_segments, read_rollouts
 from slime_backend.simulation.fake_engine import FakeEngine
 
 STEPS, GROUPS, SAMPLES = 4, 3, 2

@@ -6,12 +6,12 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from slime_backend.local_trainer.grpo import StepMetrics
-from slime_backend.local_trainer.metrics import publication_metrics, rollout_metrics
 from slime_backend.provenance.classes import count_classes
 from slime_backend.provenance.staleness import count
-from slime_backend.provenance.tracker import STEP_METRICS
 from slime_backend.publication import EngineOutcome, PublicationReport
+from slime_backend.tracking.columns import StepMetrics
+from slime_backend.tracking.metrics import publication_metrics, rollout_metrics
+from slime_backend.tracking.tracker import STEP_METRICS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "runs.md"
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime_backend.local_trainer import models
-from slime_backend.local_trainer.models import ModelError, load_model
+from slime_backend.simulation import models
+from slime_backend.simulation.models import ModelError, load_model
 from tests.checkpoint_faults import FAULTS
 
 

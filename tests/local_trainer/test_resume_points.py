@@ -14,11 +14,11 @@ from collections import defaultdict
 import pytest
 
 from slime_backend.config import RunConfig
+from slime_backend.ledger.lock import lock_run
 from slime_backend.local_trainer import loop
-from slime_backend.local_trainer.models import make_tiny_model
 from slime_backend.provenance.jsonl import JsonlWriter, read_jsonl
-from slime_backend.provenance.ledger_lock import lock_run
 from slime_backend.runs import RunError
+from slime_backend.simulation.models import make_tiny_model
 from tests.local_trainer.test_loop_staleness import fake_fleet
 
 from ..wandb_files import read_wandb

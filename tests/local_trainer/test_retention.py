@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from slime_backend.audit import follow as audit_follow
+from slime_backend.audit.audit import AuditResult, audit_run
 from slime_backend.config import ConfigError, make_config
 from slime_backend.local_trainer import loop
-from slime_backend.local_trainer.models import load_model
 from slime_backend.local_trainer.retention import audit_is_behind, prune, removable
-from slime_backend.provenance import audit_follow
-from slime_backend.provenance.audit import AuditResult, audit_run
+from slime_backend.simulation.models import load_model
 
 from ..provenance.conftest import MadeRun, pure, recomputed
 

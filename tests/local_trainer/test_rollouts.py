@@ -15,11 +15,11 @@ import torch
 from slime_backend.config import RunConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
-from slime_backend.local_trainer.models import byte_tokenizer
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import TASKS, make_task, prompt_ids, shared_prompt_length
 from slime_backend.policy import decide
 from slime_backend.simulation.fake_engine import FakeEngine
+from slime_backend.simulation.models import byte_tokenizer
 
 
 def test_no_gpu_is_visible() -> None:

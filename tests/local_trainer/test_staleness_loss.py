@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from slime_backend.local_trainer.batch import Batch, collect_batch
-from slime_backend.local_trainer.grpo import GrpoConfig, StepMetrics, grpo_step
+from slime_backend.local_trainer.grpo import GrpoConfig, grpo_step
 from slime_backend.provenance.errors import StalenessError
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.tracking.columns import StepMetrics
 from slime_backend.wire import Span
 
 TRAINER = 3  # the trainer stands at v3

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from slime_backend.local_trainer.models import byte_tokenizer
 from slime_backend.local_trainer.task import KINDS, TASKS, BareSums, CharacterKinds, Question, make_task, prompt_ids
+from slime_backend.simulation.models import byte_tokenizer
 
 
 @pytest.mark.parametrize(

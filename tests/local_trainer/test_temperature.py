@@ -13,8 +13,8 @@ import torch
 
 from slime_backend.local_trainer.batch import Judged
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample, grpo_step, make_optimizer, token_logprobs
-from slime_backend.provenance.alerts import GAP_AT_LAG_0, gap_alerts, gap_threshold
 from slime_backend.provenance.staleness import decide, rollout_lag
+from slime_backend.tracking.alerts import GAP_AT_LAG_0, gap_alerts, gap_threshold
 from slime_backend.wire import Span
 
 from ..provenance.examples import example

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime_backend.provenance.tracker import STEP_METRICS
+from slime_backend.tracking.tracker import STEP_METRICS
 
 from .test_metrics import logged
 

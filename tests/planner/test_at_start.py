@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_backend import cli
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
+from slime_backend.cli import app as cli
 from slime_backend.config import ConfigError, make_config
-from slime_backend.kv_holders import REFUSED, unhandled
+from slime_backend.fleet.kv_holders import REFUSED, unhandled
 from slime_backend.local_trainer.auto_sharing import resolve
 from slime_backend.planner import at_start
 from slime_backend.planner.at_start import StartFacts, choose, info_of_flags, safe_modes

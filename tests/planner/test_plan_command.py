@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from slime_backend import cli
+from slime_backend.cli import app as cli
 from slime_backend.planner import from_ledger, measured, page
 from slime_backend.planner.measured import EngineSpeeds, Shape, Slice
 from slime_backend.planner.plan import Given, make_plan

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime_backend.local_trainer.models import load_model, make_tiny_model
+from slime_backend.audit.scorer import Mix, Scorer
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.scorer import Mix, Scorer
+from slime_backend.simulation.models import load_model, make_tiny_model
 from slime_backend.wire import KvSegment, Prefill, Span
 
 PROMPT, OUTPUT = 60, 24

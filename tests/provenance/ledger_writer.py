@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from slime_backend.provenance.ledger import Ledger
+from slime_backend.ledger.writer import Ledger
 from slime_backend.simulation.made_rollouts import made
 
 

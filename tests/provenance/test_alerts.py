@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slime_backend.provenance.alerts import audit_alerts, publication_alerts
 from slime_backend.publication import EngineOutcome, PublicationReport
+from slime_backend.tracking.alerts import audit_alerts, publication_alerts
 
 
 def report(*engines: EngineOutcome, state: str = "resumed") -> PublicationReport:

@@ -8,12 +8,12 @@ import json
 import pytest
 import torch
 
-from slime_backend.local_trainer.models import load_model
-from slime_backend.provenance.audit import AuditResult, audit_run, check, why_inconsistent
+from slime_backend.audit.audit import AuditResult, audit_run, check, why_inconsistent
+from slime_backend.audit.sampling import Sample
+from slime_backend.audit.scorer import Scorer
 from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.sampling import Sample
-from slime_backend.provenance.scorer import Scorer
+from slime_backend.simulation.models import load_model
 from slime_backend.wire import KvSegment, Prefill
 
 from .conftest import OUTPUT, PROMPT, carried, pure, recomputed, span

@@ -15,13 +15,13 @@ import time
 
 import pytest
 
-from slime_backend.local_trainer.models import load_model
-from slime_backend.provenance.audit import Audit, AuditResult, audit_run
-from slime_backend.provenance.audit_follow import Ending, follow, load, save_fullest
+from slime_backend.audit.audit import Audit, AuditResult, audit_run
+from slime_backend.audit.follow import Ending, follow, load, save_fullest
+from slime_backend.ledger.catch_up import is_written
+from slime_backend.ledger.files import Tail, list_segments
+from slime_backend.ledger.writer import Ledger
 from slime_backend.provenance.errors import AuditError
-from slime_backend.provenance.ledger import Ledger
-from slime_backend.provenance.ledger_catch_up import is_written
-from slime_backend.provenance.segments import Tail, list_segments
+from slime_backend.simulation.models import load_model
 from tests.waiting import wait_until
 
 from .conftest import carried, pure
@@ -85,7 +85,7 @@ def test_it_follows_a_growing_ledger_through_rotations_and_ends_with_its_writer(
 
 
 def test_the_state_on_the_way_says_that_it_is_one(run_dir, made_run, monkeypatch):
-    monkeypatch.setattr("slime_backend.provenance.audit_follow.SAVE_S", 0.0)
+    monkeypatch.setattr("slime_backend.audit.follow.SAVE_S", 0.0)
     with Ledger(run_dir) as ledger:
         thread, results = following(run_dir, Audit(run_dir, load_model))
         ledger.append(records(made_run, 1, bad=0)[0])
@@ -98,7 +98,7 @@ def test_the_state_on_the_way_says_that_it_is_one(run_dir, made_run, monkeypatch
 
 def test_it_ends_when_the_writer_is_killed(run_dir, made_run):
     program = (
-        "import sys, time, pathlib; from slime_backend.provenance.ledger import Ledger; "
+        "import sys, time, pathlib; from slime_backend.ledger.writer import Ledger; "
         "ledger = Ledger(pathlib.Path(sys.argv[1])); print('open', flush=True); time.sleep(600)"
     )
     writer = subprocess.Popen([sys.executable, "-c", program, str(run_dir)], stdout=subprocess.PIPE, text=True)

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from scripts import measure_long_run as long_run
-from slime_backend.provenance import bounded
-from slime_backend.provenance.bounded import Median, ReceiptCounts, Thinned
-from slime_backend.provenance.report import hit_rate, run_files
-from slime_backend.provenance.report.run_files import read_run
-from slime_backend.provenance.report.write import compose
-from slime_backend.provenance.summary import summarise
+from slime_backend.report import bounded, hit_rate
+from slime_backend.report import run_data as run_files
+from slime_backend.report.bounded import Median, ReceiptCounts, Thinned
+from slime_backend.report.run_data import read_run
+from slime_backend.report.summary import summarise
+from slime_backend.report.write import compose
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 100, 1001])
@@ -99,8 +99,8 @@ def runs(tmp_path_factory):
 
 def hold_all(run_dir: Path):
     """The control: what the summary did before it went row by row."""
+    from slime_backend.ledger.files import read_rollouts
     from slime_backend.provenance.records import RolloutRecord
-    from slime_backend.provenance.segments import read_rollouts
 
     return [RolloutRecord.from_json(row) for row in read_rollouts(run_dir)]
 

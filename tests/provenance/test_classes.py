@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime_backend.audit.audit import why_inconsistent
 from slime_backend.engine_plugin.trace import Admission, RequestTrace
-from slime_backend.provenance.audit import why_inconsistent
 from slime_backend.provenance.classes import CLASSES, classify, count_classes, traits
 from slime_backend.provenance.drawing import draw
 from slime_backend.provenance.records import RolloutRecord

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slime_backend.provenance.conclusion import conclude
-from slime_backend.provenance.sampling import Plan
+from slime_backend.audit.conclusion import conclude
+from slime_backend.audit.sampling import Plan
 
 
 def test_enough_checked_and_all_holds():

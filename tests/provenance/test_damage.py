@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime_backend.cli_rollouts import show_rollouts
-from slime_backend.provenance.damage import Damage
+from slime_backend.cli.rollouts import show_rollouts
+from slime_backend.ledger.files import Tail, list_segments, read_records, read_rollouts
+from slime_backend.ledger.index import Query, index_path
+from slime_backend.ledger.reader import open_reader
+from slime_backend.ledger.writer import Ledger
 from slime_backend.provenance.errors import LedgerError, RecordError
 from slime_backend.provenance.jsonl import parse_line, read_jsonl
-from slime_backend.provenance.ledger import Ledger
-from slime_backend.provenance.ledger_index import Query, index_path
-from slime_backend.provenance.ledger_reader import open_reader
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import Tail, list_segments, read_records, read_rollouts
-from slime_backend.provenance.summary import summarise, write_summary
+from slime_backend.report.summary import summarise, write_summary
+from slime_backend.run_files.damage import Damage
 from slime_backend.simulation.made_rollouts import made, receipt
 
 RECORDS = 8
@@ -217,7 +217,7 @@ def test_a_bad_block_is_passed_over(tmp_path, monkeypatch):
 
 
 def test_without_any_readable_rollout_the_error_is_one_line(tmp_path):
-    from slime_backend.provenance.audit import audit_run
+    from slime_backend.audit.audit import audit_run
     from slime_backend.provenance.errors import AuditError
 
     (tmp_path / "rollouts.jsonl").write_bytes(b"\0\0\0\n")

@@ -9,10 +9,10 @@ import dataclasses
 
 import pytest
 
-from slime_backend.local_trainer.models import load_model
-from slime_backend.provenance.audit import audit_run, check
-from slime_backend.provenance.diagnosis import Diagnostician, nearest
-from slime_backend.provenance.scorer import Mix
+from slime_backend.audit.audit import audit_run, check
+from slime_backend.audit.diagnosis import Diagnostician, nearest
+from slime_backend.audit.scorer import Mix
+from slime_backend.simulation.models import load_model
 from slime_backend.wire import KvSegment
 
 from .conftest import OUTPUT, PROMPT, carried, pure, recomputed, span

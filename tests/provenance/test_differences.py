@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_backend.provenance.differences import BINS, QUANTILES, Differences, span_kind, upper_edge
+from slime_backend.audit.differences import BINS, QUANTILES, Differences, span_kind, upper_edge
 from slime_backend.wire import KvSegment, Prefill, Span
 
 from .examples import example

@@ -19,14 +19,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slime_backend.ledger.files import list_segments, read_rollouts
+from slime_backend.ledger.index import Query, index_path
+from slime_backend.ledger.parquet import SCHEMA, convert, read_rows
+from slime_backend.ledger.reader import open_reader
+from slime_backend.ledger.writer import Ledger
 from slime_backend.provenance.errors import LedgerError
-from slime_backend.provenance.ledger import Ledger
-from slime_backend.provenance.ledger_index import Query, index_path
-from slime_backend.provenance.ledger_reader import open_reader
-from slime_backend.provenance.parquet import SCHEMA, convert, read_rows
+from slime_backend.provenance.kv_contexts import restore
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import list_segments, read_rollouts
-from slime_backend.provenance.stored_segments import restore
 from slime_backend.simulation.made_rollouts import made, receipt
 
 from .examples import SEGMENTS, example
@@ -104,7 +104,7 @@ def test_a_reader_beside_the_writer_sees_what_is_acknowledged(tmp_path):
 
 
 def test_two_writers_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("slime_backend.provenance.ledger.LOCK_S", 0.1)
+    monkeypatch.setattr("slime_backend.ledger.writer.LOCK_S", 0.1)
     with Ledger(tmp_path), pytest.raises(LedgerError, match="another process writes rollouts to"):
         Ledger(tmp_path)
     Ledger(tmp_path).close()  # once the first is closed, the next may
@@ -126,7 +126,7 @@ def test_a_segment_that_is_sealed_under_a_reader_is_still_found(tmp_path):
 
 def test_appending_goes_on_while_a_segment_is_turned_over(tmp_path, monkeypatch):
     """And whoever reads meanwhile finds everything; closing waits for it."""
-    from slime_backend.provenance import parquet
+    from slime_backend.ledger import parquet
 
     convert, may_go_on, on = parquet.convert, threading.Event(), []
 
@@ -156,7 +156,7 @@ def test_appending_goes_on_while_a_segment_is_turned_over(tmp_path, monkeypatch)
 
 def test_a_fault_of_turning_over_is_not_swallowed(tmp_path, monkeypatch):
     """One that isn't of the data: those leave lines and a note. What was appended is there all the same."""
-    from slime_backend.provenance import parquet
+    from slime_backend.ledger import parquet
 
     def fault(lines, path):
         raise AssertionError("a fault of ours")
@@ -189,7 +189,7 @@ def test_reading_everything_while_segments_are_sealed_leaves_no_gap(tmp_path):
 
 def test_reading_finds_a_segment_that_was_sealed_as_it_was_about_to_be_opened(tmp_path, monkeypatch):
     """Each kind of segment is replaced by the next one between the look and the opening."""
-    from slime_backend.provenance import segments
+    from slime_backend.ledger import files as segments
 
     ledger = Ledger(tmp_path, segment_bytes=10**9)
     for number in range(20):
@@ -288,7 +288,7 @@ def test_a_directory_that_cannot_be_written_is_read_all_the_same(tmp_path, monke
     def refuse(run_dir, wait_s):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("slime_backend.provenance.ledger_reader.lock_ledger", refuse)
+    monkeypatch.setattr("slime_backend.ledger.reader.lock_ledger", refuse)
     records, notes = found(tmp_path, receipt=receipt(5))
     assert records == [made(5)]
     assert "60 rollouts were indexed in memory" in " ".join(notes)
@@ -351,7 +351,7 @@ def test_lines_that_cannot_be_turned_over_stay_and_are_found(tmp_path):
 
 def test_without_pyarrow_segments_stay_lines_and_parquet_is_one_clear_error(tmp_path, monkeypatch):
     fill(tmp_path / "old", 0, 60, segment_bytes=20_000)
-    name = "slime_backend.provenance.parquet"
+    name = "slime_backend.ledger.parquet"
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, name)
     notes = fill(tmp_path / "new", 0, 60, segment_bytes=20_000)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from slime_backend.ledger.files import FOLDER, list_segments, read_rollouts
+from slime_backend.ledger.index import LedgerIndex, Query
+from slime_backend.ledger.lock import HOLDER, is_written
+from slime_backend.ledger.reader import open_reader
+from slime_backend.ledger.writer import Ledger
 from slime_backend.provenance.errors import LedgerError
 from slime_backend.provenance.jsonl import JsonlWriter, read_jsonl
-from slime_backend.provenance.ledger import Ledger
-from slime_backend.provenance.ledger_index import LedgerIndex, Query
-from slime_backend.provenance.ledger_lock import HOLDER, is_written
-from slime_backend.provenance.ledger_reader import open_reader
-from slime_backend.provenance.segments import FOLDER, list_segments, read_rollouts
 from slime_backend.simulation.made_rollouts import made, receipt
 
 SMALL = 4000  # bytes of a segment
@@ -96,7 +96,7 @@ def no_flock(error):
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_without_flock_one_writer_at_a_time(tmp_path, monkeypatch, error):
     monkeypatch.setattr(fcntl, "flock", no_flock(error))
-    monkeypatch.setattr("slime_backend.provenance.ledger.LOCK_S", 0.0)
+    monkeypatch.setattr("slime_backend.ledger.writer.LOCK_S", 0.0)
     with Ledger(tmp_path) as ledger:
         ledger.append(made(0))
         assert is_written(tmp_path)
@@ -115,7 +115,7 @@ def test_without_flock_one_writer_at_a_time(tmp_path, monkeypatch, error):
 
 def test_without_flock_a_killed_writer_is_taken_over_and_one_elsewhere_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", no_flock(errno.ENOSYS))
-    monkeypatch.setattr("slime_backend.provenance.ledger.LOCK_S", 0.0)
+    monkeypatch.setattr("slime_backend.ledger.writer.LOCK_S", 0.0)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(60)
     (tmp_path / FOLDER).mkdir()

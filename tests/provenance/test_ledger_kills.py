@@ -22,11 +22,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from slime_backend.ledger.files import list_segments, read_rollouts
+from slime_backend.ledger.index import Query
+from slime_backend.ledger.reader import open_reader
+from slime_backend.ledger.writer import Ledger
 from slime_backend.provenance.jsonl import read_jsonl
-from slime_backend.provenance.ledger import Ledger
-from slime_backend.provenance.ledger_index import Query
-from slime_backend.provenance.ledger_reader import open_reader
-from slime_backend.provenance.segments import list_segments, read_rollouts
 from slime_backend.simulation.made_rollouts import made, receipt
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,7 @@ def test_the_check_finds_a_lost_record(tmp_path):
 
 # Every state that a kill can leave in the middle of a rotation, made by hand.
 def test_a_rotation_cut_at_each_step_is_finished(tmp_path):
-    from slime_backend.provenance.parquet import convert
+    from slime_backend.ledger.parquet import convert
 
     def sealed(name: str) -> Path:
         run_dir = tmp_path / name

@@ -10,10 +10,10 @@ import random
 
 import pytest
 
-from slime_backend.local_trainer.models import load_model
-from slime_backend.provenance.diagnosis import as_carried
+from slime_backend.audit.diagnosis import as_carried
+from slime_backend.audit.scorer import Mix, Scorer
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.scorer import Mix, Scorer
+from slime_backend.simulation.models import load_model
 from slime_backend.wire import KvSegment, Span
 from tests.one_step import LETTERS, PROMPT, one_step_apart
 

@@ -8,12 +8,12 @@ import json
 import pytest
 
 from slime_backend.engine_plugin.trace import Admission, RequestTrace
+from slime_backend.ledger.files import read_rollouts
+from slime_backend.ledger.index import Entry
+from slime_backend.ledger.writer import Ledger
 from slime_backend.provenance.errors import RecordError
-from slime_backend.provenance.ledger import Ledger
-from slime_backend.provenance.ledger_index import Entry
+from slime_backend.provenance.kv_contexts import restore, shorten
 from slime_backend.provenance.records import RolloutRecord
-from slime_backend.provenance.segments import read_rollouts
-from slime_backend.provenance.stored_segments import restore, shorten
 from slime_backend.simulation.made_rollouts import made
 from slime_backend.wire import Span
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime_backend.provenance.sampling import Plan, Sample, chance_to_find, sample_size
+from slime_backend.audit.sampling import Plan, Sample, chance_to_find, sample_size
 
 from .examples import example
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from slime_backend.local_trainer.models import load_model
-from slime_backend.provenance.audit import AuditResult, audit_run
+from slime_backend.audit.audit import AuditResult, audit_run
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling_params import (
     not_auditable,
@@ -16,6 +15,7 @@ from slime_backend.provenance.sampling_params import (
     scored_temperature,
     transforming,
 )
+from slime_backend.simulation.models import load_model
 
 from .conftest import pure
 from .examples import example

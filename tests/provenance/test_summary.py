@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from slime_backend.provenance.summary import summarise, write_summary
+from slime_backend.report.summary import summarise, write_summary
 
 from .examples import SEGMENTS, example
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_backend.provenance.alerts import Alert
-from slime_backend.provenance.tracker import TABLE_COLUMNS, Tracker, make_tracker
+from slime_backend.tracking.alerts import Alert
+from slime_backend.tracking.tracker import TABLE_COLUMNS, Tracker, make_tracker
 
 from ..wandb_files import read_wandb
 from .examples import SEGMENTS, example
@@ -120,7 +120,7 @@ def run_of_one_step(tmp_path):
 def test_online_a_version_uses_the_rollouts_that_trained_it(tmp_path):
     """W&B's side is faked: which calls are made, in which order."""
     pytest.importorskip("wandb", reason="wandb is not installed; pip install 'reef-slime[wandb]'")
-    from slime_backend.provenance.wandb_writer import WandbWriter
+    from slime_backend.tracking.wandb_writer import WandbWriter
 
     calls = []
 
@@ -217,7 +217,7 @@ def test_what_wandb_lost_is_told_once_more(tmp_path, caplog, monkeypatch):
 
 def test_a_file_that_stays_broken_is_said_once(tmp_path, caplog, monkeypatch):
     lose_the_file(monkeypatch, 99)
-    monkeypatch.setattr("slime_backend.provenance.wandb_writer.TIMES", 2)
+    monkeypatch.setattr("slime_backend.tracking.wandb_writer.TIMES", 2)
     tracker = make(tmp_path / "run")
     use(tracker)
     (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("slime_backend")]

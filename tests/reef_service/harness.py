@@ -15,7 +15,7 @@ from reef_service.gateway import running_gateway
 from reef_service.server import serving
 from reef_service.store import open_store
 from reef_service.text.tokenizer import ModelTokenizer
-from slime_backend.http_channel import read_message
+from slime_backend.simulation.http_messages import read_response
 from tests import waiting
 from tests.fake_fleet import fake_fleet
 from tests.waiting import DEADLINE_S
@@ -67,11 +67,11 @@ class Client:
     async def call(self, method, path, body=None, **headers):
         """(status, JSON or text, headers)."""
         reader, writer = await self.send(method, path, body, **headers)
-        message = await read_message(reader, until_eof=True)
+        message = await read_response(reader)
         writer.close()
-        status = int(message.first_line.split(" ")[1])
         is_json = message.headers.get("content-type", "").startswith("application/json")
-        return status, json.loads(message.body) if is_json else message.body.decode("utf-8", "replace"), message.headers
+        body = json.loads(message.body) if is_json else message.body.decode("utf-8", "replace")
+        return message.status, body, message.headers
 
     async def send(self, method, path, body=None, **headers):
         """Only send; the connection, to be read or broken."""

@@ -19,8 +19,8 @@ from reef_service.connections import MAX_HEAD
 from reef_service.descriptors import connections_that_fit, raise_limit, used
 from reef_service.watch import MISSES
 from slime_backend.config import ConfigError
-from slime_backend.dispatch import generate
 from slime_backend.engine_client import EngineUncalled
+from slime_backend.fleet.dispatch import generate
 from slime_backend.simulation.fake_engine import FakeEngine
 from tests.fake_fleet import fake_fleet, request
 from tests.reef_service.gateway_process import GatewayProcess
@@ -198,7 +198,7 @@ def test_more_requests_than_fit_are_refused(monkeypatch):
 @pytest.mark.parametrize("stream", [True, False])
 def test_without_a_descriptor_the_client_comes_again_and_no_engine_is_retired(tmp_path, run_async, monkeypatch, stream):
     """Real EMFILE: the calls to the engines have none left. With one again, all goes on."""
-    monkeypatch.setattr("slime_backend.dispatch.LOCAL_S", 0.3)
+    monkeypatch.setattr("slime_backend.fleet.dispatch.LOCAL_S", 0.3)
 
     async def work():
         async with gateway_on(tmp_path, "yes", config={"watch_s": 60}) as (client, gateway, _):
@@ -224,7 +224,7 @@ def test_without_a_descriptor_the_client_comes_again_and_no_engine_is_retired(tm
 
 
 def test_a_fleet_without_a_descriptor_is_typed(run_async, monkeypatch):
-    monkeypatch.setattr("slime_backend.dispatch.LOCAL_S", 0.1)
+    monkeypatch.setattr("slime_backend.fleet.dispatch.LOCAL_S", 0.1)
 
     async def work():
         async with fake_fleet(1) as (fleet, _):

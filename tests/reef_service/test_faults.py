@@ -184,7 +184,7 @@ def test_negative_control_without_the_quarantine_one_request_ends_every_engine(t
             return status, sum(e.dead for e in engines)
 
     assert run_async(work(tmp_path / "with")) == (502, 1)
-    monkeypatch.setattr("slime_backend.fleet.End", lambda: None)
+    monkeypatch.setattr("slime_backend.fleet.membership.End", lambda: None)
     assert run_async(work(tmp_path / "without")) == (503, 3)
 
 

@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from reef_service.app import make_app
-from reef_service.cli_gateway import export
 from reef_service.config import GatewayConfig
 from reef_service.gateway import running_gateway
 from reef_service.server import serving
 from reef_service.store import open_store
+from slime_backend.cli.gateway import export
 from slime_backend.policy import decide
 from tests.helpers import fleet_on, load
 from tests.reef_service.harness import Client, until
@@ -49,8 +49,8 @@ def chat(*said, **more):
 def test_sessions_publications_and_clients_that_leave_hold_under_audit(
     engine, sources, models, tiny_model, tiny_model_b, tmp_path, run_async
 ):
-    from slime_backend.local_trainer.models import load_model
-    from slime_backend.provenance.audit import audit_run
+    from slime_backend.audit.audit import audit_run
+    from slime_backend.simulation.models import load_model
 
     question = "Tell me of the sea. " * 20
 

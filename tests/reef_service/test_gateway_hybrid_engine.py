@@ -32,7 +32,7 @@ def text(length):
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
     from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
-    from slime_backend.local_trainer.models import make_tiny_model
+    from slime_backend.simulation.models import make_tiny_model
 
     place = tmp_path_factory.mktemp("hybrid")
     model = make_tiny_model(place / "model", hybrid=True)

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from reef_service.data_plane.generation import Generation
-from slime_backend.dispatch import RequestLost, RequestQuarantined
 from slime_backend.engine_client import EngineRefused
 from slime_backend.fleet import FleetError
+from slime_backend.fleet.dispatch import RequestLost, RequestQuarantined
 from slime_backend.publication import publish
 from slime_backend.simulation.transport import NameTransport
 from tests.fake_fleet import fake_fleet

@@ -9,7 +9,7 @@ import pytest
 
 from reef_service.app import DATA_PLANE
 from reef_service.lane import Lane
-from slime_backend.http_channel import read_message
+from slime_backend.simulation.http_messages import read_response
 from tests.reef_service.harness import gateway_on
 
 
@@ -19,9 +19,9 @@ async def raw_post(client, path, content, *headers):
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     lines = [f"POST {path} HTTP/1.1", f"Host: {parts.netloc}", f"Content-Length: {len(content)}", *headers]
     writer.write("\r\n".join([*lines, "Connection: close", "", ""]).encode() + content)
-    message = await read_message(reader, until_eof=True)
+    message = await read_response(reader)
     writer.close()
-    return int(message.first_line.split(" ")[1]), message.body.decode()
+    return message.status, message.body.decode()
 
 
 def test_agents_routes_are_in_it_and_described(tmp_path, run_async):

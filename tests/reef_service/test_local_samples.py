@@ -14,7 +14,7 @@ from reef_service.slime_rollout import metrics_of
 from reef_service.slime_rollout import not_trainable as not_slimes
 from reef_service.store.samples import StoredSample
 from slime_backend.local_trainer.grpo import GrpoConfig, grpo_step, make_optimizer
-from slime_backend.local_trainer.models import load_model
+from slime_backend.simulation.models import load_model
 
 from .examples import turn
 

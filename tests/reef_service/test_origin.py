@@ -6,10 +6,10 @@ import asyncio
 from urllib.parse import urlsplit
 
 import pytest
+from slime_backend.simulation.http_messages import read_response
 
 from reef_service.app import make_inner
 from reef_service.security import needed
-from slime_backend.http_channel import read_message
 from tests.reef_service.harness import gateway_on
 
 FOREIGN = {
@@ -32,9 +32,9 @@ async def send(client, method, path, headers, body=b"{}"):
     headers = {"host": parts.netloc, "connection": "close", "content-length": str(len(body)), **headers}
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     writer.write("\r\n".join([*lines, "", ""]).encode() + body)
-    message = await read_message(reader, until_eof=True)
+    message = await read_response(reader)
     writer.close()
-    return int(message.first_line.split(" ")[1]), message.body.decode()
+    return message.status, message.body.decode()
 
 
 @pytest.mark.parametrize("kind", FOREIGN)

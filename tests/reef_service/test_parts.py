@@ -197,7 +197,7 @@ def test_templates_are_rendered_as_transformers_renders_them(template, messages,
 
 
 def test_the_tiny_models_tokens_are_those_of_transformers(tiny_model):
-    from slime_backend.local_trainer.models import load_tokenizer
+    from slime_backend.simulation.models import load_tokenizer
 
     ours, theirs = ModelTokenizer(tiny_model), load_tokenizer(tiny_model)
     messages = CONVERSATIONS[0][0]
@@ -319,7 +319,7 @@ def test_what_has_no_room_is_refused(prompt, asked):
 @pytest.mark.parametrize("count", range(1, 11))
 def test_a_record_that_is_cut_at_a_stop_text_still_holds(count):
     from reef_service.data_plane.recording import clip
-    from slime_backend.provenance.audit import why_inconsistent
+    from slime_backend.audit.audit import why_inconsistent
     from slime_backend.provenance.records import RolloutRecord
     from tests.reef_service.examples import turn
 

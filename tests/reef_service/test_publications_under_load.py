@@ -115,10 +115,10 @@ def test_no_client_sees_an_error(tmp_path, run_async, sharing):
 @pytest.mark.timeout(1800)
 def test_on_a_real_engine_every_receipt_holds_under_audit(tmp_path, run_async, tiny_model, tiny_model_b):
     """In turn the weights of two models, each time under a new name; afterwards every answer is recomputed."""
-    from reef_service.cli_gateway import export
+    from slime_backend.audit.audit import audit_run
+    from slime_backend.cli.gateway import export
     from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
-    from slime_backend.local_trainer.models import load_model
-    from slime_backend.provenance.audit import audit_run
+    from slime_backend.simulation.models import load_model
 
     flags = ("--incremental-streaming-output", "--max-running-requests", str(CLIENTS))
     hooks = (*RUN_HOOKS, "scope")

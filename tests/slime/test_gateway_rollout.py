@@ -119,9 +119,9 @@ def test_versions_are_true(run):
 
 
 def test_the_audit_of_the_gateway_s_record_finds_nothing_and_would_have(run):
-    from reef_service.cli_gateway import export
-    from slime_backend.local_trainer.models import load_model
-    from slime_backend.provenance.audit import audit_run
+    from slime_backend.audit.audit import audit_run
+    from slime_backend.cli.gateway import export
+    from slime_backend.simulation.models import load_model
 
     done, asked, _, gateway_run = run
     published = done.directory / "reef" / "weights"

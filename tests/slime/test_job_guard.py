@@ -15,16 +15,18 @@ from tests.slime import job_guard
 from tests.slime.jobs import TIMED_OUT, run_job
 
 # Prints its own id and that of a grandchild in a session of its own, whose parent ends at once.
-STRANGER = """
+STRANGER = r"""
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
     os.setsid()
     if os.fork():
         os._exit(0)
-    print(os.getpid(), flush=True)
+    sys.stdout.write(f"{os.getpid()}\n")  # in one piece: two processes write here
+    sys.stdout.flush()
     time.sleep(600)
-print(os.getpid(), flush=True)
+sys.stdout.write(f"{os.getpid()}\n")  # in one piece: two processes write here
+sys.stdout.flush()
 time.sleep(float(sys.argv[1]))
 """
 

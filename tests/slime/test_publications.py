@@ -135,8 +135,8 @@ def generated_per_s(run, rollouts):
 def test_the_second_request_of_a_group_finds_its_prompt_and_the_audit_finds_nothing(slime_run, tmp_path):
     """Prompts of 400 tokens, four groups of four. What SGLang admits in one prefill batch can't share, and slime sends
     a group at once: so one request a batch."""
-    from slime_backend.local_trainer.models import load_model
-    from slime_backend.provenance.audit import audit_run
+    from slime_backend.audit.audit import audit_run
+    from slime_backend.simulation.models import load_model
 
     prompts = tmp_path / "long.jsonl"
     rules = "Answer with one number and nothing else. " * 9

@@ -25,8 +25,8 @@ from slime.observability.rollout_data_utils import load_debug_rollout_data, save
 from slime.rollout import fully_async_rollout, sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.types import Sample
-from slime_backend.slime_hooks.generate_calls import calls_of, record_of, response_spans
-from slime_backend.provenance.audit import why_inconsistent
+from slime_backend.slime_hooks.rollouts.generate_calls import calls_of, record_of, response_spans
+from slime_backend.audit.audit import why_inconsistent
 from tests.slime_hooks.samples import answer
 
 def call(sample, before, tokens, versions, finish="stop", **more):
@@ -52,7 +52,7 @@ print(json.dumps({
     "inconsistent": [why_inconsistent(r) for r in records],
     "patched": fully_async_rollout.generate_and_rm_group is sglang_rollout.generate_and_rm_group
         and sglang_rollout.generate_and_rm_group.__wrapped__.__module__ != "slime_backend.slime_hooks.rollouts"
-        and sglang_rollout.generate_and_rm_group.__code__.co_filename.endswith("slime_hooks/rollouts.py"),
+        and sglang_rollout.generate_and_rm_group.__code__.co_filename.endswith("slime_hooks/rollouts/functions.py"),
 }))
 """
 

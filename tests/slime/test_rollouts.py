@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from slime_backend.local_trainer.models import load_model
-from slime_backend.provenance.audit import audit_run
+from slime_backend.audit.audit import audit_run
+from slime_backend.ledger.index import Query
+from slime_backend.ledger.reader import open_reader
 from slime_backend.provenance.jsonl import read_jsonl
-from slime_backend.provenance.ledger_index import Query
-from slime_backend.provenance.ledger_reader import open_reader
+from slime_backend.simulation.models import load_model
 
 from ..wandb_files import read_wandb
 

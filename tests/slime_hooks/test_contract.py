@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_backend.slime_hooks import touched
-from slime_backend.slime_hooks.contract import FLAGS_KEY, ContractError, differences, make_contract, symbols_of
+from slime_backend.slime_hooks.contract import touched
+from slime_backend.slime_hooks.contract.symbols import FLAGS_KEY, ContractError, differences, make_contract, symbols_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = ROOT / "tests" / "contracts" / "slime-0.3.1.json"

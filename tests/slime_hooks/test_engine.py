@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from slime_backend.policy import decide
-from slime_backend.slime_hooks import engine as engine_hooks
-from slime_backend.slime_hooks import router
-from slime_backend.slime_hooks.engine import WrongEngineError, check_identity, hooks_for
+from slime_backend.slime_hooks.engines import engine as engine_hooks
+from slime_backend.slime_hooks.engines import router
+from slime_backend.slime_hooks.engines.engine import WrongEngineError, check_identity, hooks_for
 from slime_backend.wire import HOOKS_VARIABLE
 
 from .fake_router import FakeRouter

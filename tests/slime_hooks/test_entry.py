@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from slime_backend import cpu
-from slime_backend.slime_hooks import checkout, compat, ray_start
+from slime_backend.slime_hooks import compat, ray_start
+from slime_backend.slime_hooks.contract import checkout
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_backend.provenance.audit import why_inconsistent
-from slime_backend.slime_hooks.generate_calls import METADATA_KEY, calls_of, record_of, response_spans
-from slime_backend.slime_hooks.rollouts import keep_spans
+from slime_backend.audit.audit import why_inconsistent
+from slime_backend.slime_hooks.rollouts.functions import keep_spans
+from slime_backend.slime_hooks.rollouts.generate_calls import METADATA_KEY, calls_of, record_of, response_spans
 from slime_backend.wire import Span, WireError
 
 from .samples import FakeSample, answer, generate

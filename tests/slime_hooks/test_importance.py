@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime_backend.slime_hooks.importance import correct
+from slime_backend.slime_hooks.rollouts.importance import correct
 
 
 def test_weights_are_truncated_and_untrusted_tokens_get_none():

@@ -10,8 +10,8 @@ import pytest
 from slime_backend.arguments import _at_least_two
 from slime_backend.engine_process import ORIGINAL_LOGPROB
 from slime_backend.policy import PolicyError
-from slime_backend.slime_hooks.rollout_flags import set_rollout_functions
-from slime_backend.slime_hooks.saved_weights import remove_old
+from slime_backend.slime_hooks.rollouts.flags import set_rollout_functions
+from slime_backend.slime_hooks.weights.saved_weights import remove_old
 
 
 @pytest.mark.parametrize(("keep", "gone"), [(None, []), (2, ["1", "2", "3"]), (9, [])])

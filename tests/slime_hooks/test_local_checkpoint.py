@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 import pytest
 
-from slime_backend.slime_hooks.local_checkpoint import CheckpointError, pull
+from slime_backend.slime_hooks.engines.local_checkpoint import CheckpointError, pull
 
 zstandard = pytest.importorskip("zstandard", reason="deltas are zstd-compressed")
 

@@ -13,8 +13,8 @@ from slime_backend.policy import decide
 from slime_backend.provenance.jsonl import read_jsonl
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.transport import NameTransport
-from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
-from slime_backend.slime_hooks.publisher import SlimePublisher
+from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, PublicationFailed
+from slime_backend.slime_hooks.weights.publisher import SlimePublisher
 from tests.waiting import wait_until
 
 from ..fake_fleet import FAST

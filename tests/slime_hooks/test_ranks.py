@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
-from slime_backend.slime_hooks.ranks import publish_together
+from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, PublicationFailed
+from slime_backend.slime_hooks.weights.ranks import publish_together
 from slime_backend.transports.collective import CollectiveTransport
 from slime_backend.wire import REPORTS_PATH
 
@@ -172,6 +173,60 @@ def test_a_trainer_that_never_sends_leaves_no_engine_paused(tmp_path):
             publisher.finish(publisher.start(transport, "1"))
         assert not engines[0].fake.paused
         assert not engines[0].fake.session_open
+
+
+class LateTransport(CollectiveTransport):
+    """Somebody awaits something before the load of one engine begins."""
+
+    async def load(self, client, version):
+        if client.name == max(self._expected_names):
+            await asyncio.sleep(0.05)
+        await super().load(client, version)
+
+    def expect_loads(self, clients):
+        self._expected_names = [client.name for client in clients]
+        super().expect_loads(clients)
+
+
+class Between:
+    """A transport in front of another one, of which it passes on the calls that every transport has."""
+
+    def __init__(self, inner):
+        self.inner, self.name = inner, inner.name
+
+    async def prepare(self, version, clients):
+        self.last = max(client.name for client in clients)
+        await self.inner.prepare(version, clients)
+
+    async def load(self, client, version):
+        if client.name == self.last:
+            await asyncio.sleep(0.05)
+        await self.inner.load(client, version)
+
+    async def close(self):
+        await self.inner.close()
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["a transport that awaits", "one in front of it"])
+def test_a_load_that_begins_late_is_sent_to_with_the_others(tmp_path, around):
+    """50 ms after the first one; else it would be left out, and wait for the trainer until its deadline."""
+    with engines_and_publisher(tmp_path) as (publisher, engines, _):
+        send, rounds = sender(publisher, engines, "1")
+
+        class Leader(StubLeader):
+            def start(self):
+                self.publisher.enroll(self.engines)
+                inner = (CollectiveTransport if around else LateTransport)(self.publisher.loop, deadline_s=5.0)
+                return self.publisher.start(Between(inner) if around else inner, self.version), inner
+
+        def work(ranks):
+            leader = Leader(publisher, engines, "1") if ranks.rank == 0 else None
+            return publish_together(ranks, leader, send if ranks.rank == 1 else lambda names: {})
+
+        outcomes = run_ranks(3, work)
+        assert [o["reef/publication/confirmed"] for o in outcomes] == [2, 2, 2]
+        assert [len(names) for names in rounds] == [2]
+        assert [engine.fake.loaded for engine in engines] == ["1", "1"]
 
 
 def test_an_engine_that_cannot_open_a_session_fails_alone(tmp_path):

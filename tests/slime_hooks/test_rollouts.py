@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import pytest
 
 from slime_backend.arguments import add_reef_arguments
+from slime_backend.ledger.index import Query
+from slime_backend.ledger.reader import open_reader
 from slime_backend.policy import PolicyError
 from slime_backend.provenance.errors import StalenessError
 from slime_backend.provenance.jsonl import read_jsonl
-from slime_backend.provenance.ledger_index import Query
-from slime_backend.provenance.ledger_reader import open_reader
-from slime_backend.provenance.report.run_files import read_run
-from slime_backend.slime_hooks import rollouts
-from slime_backend.slime_hooks.generate_calls import METADATA_KEY, note_call
-from slime_backend.slime_hooks.rollout_flags import CORRECT, set_rollout_functions
+from slime_backend.report.run_data import read_run
+from slime_backend.slime_hooks.rollouts import functions as rollouts
+from slime_backend.slime_hooks.rollouts.flags import CORRECT, set_rollout_functions
+from slime_backend.slime_hooks.rollouts.generate_calls import METADATA_KEY, note_call
 
 from .samples import FakeSample, answer
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime_backend.slime_hooks import servers
-from slime_backend.slime_hooks.servers import PortCursor, frozen
+from slime_backend.slime_hooks.engines import servers
+from slime_backend.slime_hooks.engines.servers import PortCursor, frozen
 
 FIRST, PER_ENGINE = 15000, 35
 

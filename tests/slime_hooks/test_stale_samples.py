@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime_backend.provenance.errors import StalenessError
-from slime_backend.slime_hooks.generate_calls import METADATA_KEY, note_call
-from slime_backend.slime_hooks.stale_samples import apply_staleness, trainer_version
+from slime_backend.slime_hooks.rollouts.generate_calls import METADATA_KEY, note_call
+from slime_backend.slime_hooks.rollouts.stale_samples import apply_staleness, trainer_version
 
 from .samples import FakeSample, answer
 

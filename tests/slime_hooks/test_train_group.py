@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from slime_backend.policy import decide
-from slime_backend.slime_hooks import disk_reload, train_group
-from slime_backend.slime_hooks.errors import EngineRejectedUpdate, PublicationFailed
+from slime_backend.slime_hooks.weights import disk_reload, train_group
+from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, PublicationFailed
 from tests.checkpoint_faults import FAULTS
 
 from .test_publisher import engines_and_publisher

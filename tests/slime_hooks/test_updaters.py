@@ -14,10 +14,10 @@ import torch
 
 from slime_backend.policy import decide
 from slime_backend.provenance.jsonl import read_jsonl
-from slime_backend.slime_hooks import updaters
-from slime_backend.slime_hooks.errors import EngineRejectedUpdate
-from slime_backend.slime_hooks.rank_link import link_of
-from slime_backend.slime_hooks.updaters import _put_behind_transaction, broadcast
+from slime_backend.slime_hooks.weights import updaters
+from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate
+from slime_backend.slime_hooks.weights.rank_link import link_of
+from slime_backend.slime_hooks.weights.updaters import _put_behind_transaction, broadcast
 
 from .test_publisher import engines_and_publisher
 

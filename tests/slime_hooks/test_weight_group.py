@@ -12,8 +12,8 @@ import torch
 from slime_backend.engine_client import EngineClient
 from slime_backend.event_loop import LoopThread
 from slime_backend.simulation.fake_engine import FakeEngine
-from slime_backend.slime_hooks import weight_group
-from slime_backend.slime_hooks.weight_group import Sending
+from slime_backend.slime_hooks.weights import weight_group
+from slime_backend.slime_hooks.weights.weight_group import Sending
 
 from ..fake_fleet import FAST
 

@@ -16,7 +16,7 @@ from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.event_loop import LoopThread
 from slime_backend.simulation.fake_engine import FakeEngine
 from slime_backend.simulation.http_server import Reply
-from slime_backend.slime_hooks.weight_group import Sending, give_up
+from slime_backend.slime_hooks.weights.weight_group import Sending, give_up
 
 SIZE = 4  # ranks: the trainer and three engines
 STUCK_S = 60.0  # what an engine waits by itself; SGLang's is half an hour

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from slime_backend.local_trainer.models import load_model
+from slime_backend.simulation.models import load_model
 from slime_backend.weight_sources.buckets import in_buckets
 from slime_backend.weight_sources.checkpoint import INDEX, read_shapes, write_checkpoint
 

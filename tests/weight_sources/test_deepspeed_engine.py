@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slime_backend.engine_client import EngineClient
-from slime_backend.local_trainer.models import load_model
+from slime_backend.simulation.models import load_model
 from tests.helpers import DEADLINES, difference, load, reference, versions
 from tests.needs import needs_deepspeed
 from tests.weight_sources.ranks import run_ranks

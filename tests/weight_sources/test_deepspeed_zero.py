@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slime_backend.bench.gathering import HOWS
-from slime_backend.local_trainer.models import load_model, make_tiny_model
+from slime_backend.simulation.models import load_model, make_tiny_model
 from tests.needs import needs_deepspeed
 from tests.weight_sources.ranks import run_cases
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from slime_backend.provenance.audit import AuditResult, Violation
-from slime_backend.provenance.conclusion import conclude
-from slime_backend.provenance.differences import Differences
-from slime_backend.provenance.sampling import Plan
-from slime_backend.provenance.summary import write_summary
+from slime_backend.audit.audit import AuditResult, Violation
+from slime_backend.audit.conclusion import conclude
+from slime_backend.audit.differences import Differences
+from slime_backend.audit.sampling import Plan
 from slime_backend.publication import EngineOutcome, PublicationReport
+from slime_backend.report.summary import write_summary
 
 from ..examples import SEGMENTS, example
 
@@ -31,11 +31,7 @@ VIOLATION = Violation("carried-0001", "engine0", "v1", "log-prob", 0.03, 17, "to
 def outcome(engine: str, slower: float = 0.0) -> EngineOutcome:
     return EngineOutcome(
         engine,
-        pause_ms=4.0 + slower,
-        flush_ms=60.0,
-        load_ms=20.0 + slower,
-        label_ms=80.0,
-        resume_ms=100.0,
+        {"pause": 4.0 + slower, "flush": 60.0, "load": 20.0 + slower, "label": 80.0, "resume": 100.0},
         paused_ms=170.0,
         in_flight=9,
         requests_retracted=9,

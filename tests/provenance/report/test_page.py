@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("plotly", reason="plotly is not installed; pip install 'reef-slime[report]'")
 
-from slime_backend.provenance.report.write import write_report
+from slime_backend.report.write import write_report
 
 from .browser import Elements, dump_dom, find_chromium
 from .conftest import HOSTILE, VIOLATION, publication

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from slime_backend.provenance.errors import ReportError
-from slime_backend.provenance.report import charts, timeline, write
-from slime_backend.provenance.report.hit_rate import HitRate
-from slime_backend.provenance.report.page import STATIC, STYLE, VARIABLES
-from slime_backend.provenance.report.run_files import read_run
-from slime_backend.provenance.report.verdict import judge
+from slime_backend.report import charts, timeline, write
+from slime_backend.report.hit_rate import HitRate
+from slime_backend.report.page import STATIC, STYLE, VARIABLES
+from slime_backend.report.run_data import read_run
+from slime_backend.report.verdict import judge
 
 from .conftest import HOSTILE, VIOLATION, publication
 
@@ -179,7 +179,7 @@ def test_a_step_begins_when_the_slowest_engine_ended_the_one_before():
 
 def test_a_step_that_was_not_reached_is_not_drawn():
     report = publication(1, ("a", "b"))
-    report.engines[0].load_ms = report.engines[0].label_ms = None
+    del report.engines[0].times["load"], report.engines[0].times["label"]
     report.engines[0].failed_step = "flush"
     drawn = timeline.bars(report.to_json())
     assert {bar.step for bar in drawn if bar.engine == "a"} == {"pause", "flush", "resume"}
@@ -236,7 +236,7 @@ def test_no_report_costs_no_run(make_run, monkeypatch):
 
 def test_the_core_does_not_import_plotly():
     code = (
-        "import sys, slime_backend.cli, slime_backend.provenance.report.write, slime_backend.local_trainer.loop\n"
+        "import sys, slime_backend.cli, slime_backend.report.write, slime_backend.local_trainer.loop\n"
         "sys.exit('plotly' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

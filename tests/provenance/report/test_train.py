@@ -8,7 +8,7 @@ import pytest
 
 from slime_backend.config import make_config
 from slime_backend.local_trainer import loop
-from slime_backend.provenance.report import write
+from slime_backend.report import write
 
 
 def test_a_run_that_ends_early_still_has_its_report(tmp_path, monkeypatch, run_async):

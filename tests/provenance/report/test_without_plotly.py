@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from slime_backend.provenance.errors import ReportError
-from slime_backend.provenance.report.write import FILE, report_at_the_end, write_report
+from slime_backend.report.write import FILE, report_at_the_end, write_report
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Recomputing rollouts' log-probs under the versions that they claim."""

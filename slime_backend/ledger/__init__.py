@@ -1,0 +1,1 @@
+"""Where rollout records lie: the writer, its files, Parquet, the index and the reader."""

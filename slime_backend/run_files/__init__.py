@@ -1,0 +1,1 @@
+"""The files of a run directory: their names, JSON lines, damaged lines, rows."""

@@ -1,0 +1,1 @@
+"""What of slime is touched, and whether a checkout has it."""

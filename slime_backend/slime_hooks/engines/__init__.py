@@ -1,0 +1,1 @@
+"""slime's engines: their servers, flags, checkpoints and router."""

@@ -1,0 +1,1 @@
+"""Weight updates of slime, routed through the publication transaction."""

@@ -1,0 +1,1 @@
+"""W&B and TensorBoard: the figures of a step, of a publication, of a rollout; alerts."""
