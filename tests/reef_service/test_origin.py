@@ -6,10 +6,10 @@ import asyncio
 from urllib.parse import urlsplit
 
 import pytest
-from slime_backend.simulation.http_messages import read_response
 
 from reef_service.app import make_inner
 from reef_service.security import needed
+from slime_backend.simulation.http_messages import read_response
 from tests.reef_service.harness import gateway_on
 
 FOREIGN = {
