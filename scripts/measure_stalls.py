@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 from measure_gateway import gateway, rss_mib
-from slime_backend.local_trainer.models import make_tiny_model
 
 from slime_backend.engine_client.http import HttpChannel
 from slime_backend.simulation.fleet_process import fake_engines
+from slime_backend.simulation.models import make_tiny_model
 
 MIB = 2**20
 CHAT, MESSAGES, GENERATE = "/v1/chat/completions", "/v1/messages", "/generate"
