@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -24,7 +25,7 @@ from reef_service.api import (
 from reef_service.error_answers import ANSWERED, answer_to
 from reef_service.gateway import Gateway
 from reef_service.lane import Lane
-from reef_service.security import Guard, Tokens, read_token
+from reef_service.security import Guard, Tokens, needed, read_token
 from slime_backend import __version__
 
 DATA_PLANE = (openai_chat, openai_completions, anthropic_messages, sglang_generate)
@@ -38,7 +39,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
     tokens = Tokens(read_token(config.agent_token_file), read_token(config.admin_token_file))
     inner = make_inner(gateway)
     lane = Lane(inner, inner, [api.router for api in DATA_PLANE])
-    return Guard(lane, tokens, int(config.max_body_mib * 2**20))
+    return Guard(lane, tokens, int(config.max_body_mib * 2**20), (config.host, *config.allowed_hosts))
 
 
 def make_inner(gateway: Gateway) -> FastAPI:
@@ -50,7 +51,27 @@ def make_inner(gateway: Gateway) -> FastAPI:
     for error in ANSWERED:
         app.exception_handler(error)(_answer)
     _add_page(app)
+    _describe_tokens(app)
     return app
+
+
+def _describe_tokens(app: FastAPI) -> None:
+    """What each path wants goes into the description, so that /docs can send it."""
+    make = app.openapi
+
+    def described() -> dict[str, Any]:
+        found = make()
+        found.setdefault("components", {})["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        for path, operations in found["paths"].items():
+            if needed(path) != "open":
+                for operation in operations.values():
+                    operation["security"] = [{"bearer": []}, {"key": []}]
+        return found
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 def _add_page(app: FastAPI) -> None:

@@ -130,8 +130,7 @@ class BatchClient:
             "max_score": max_score,
             "rollout_class": list(classes),
         }
-        query = urllib.parse.urlencode({k: v for k, v in asked.items() if v is not None}, doseq=True)
-        data = self._call("GET", f"/reef/batches?{query}")
+        data = self._call("POST", "/reef/batches", {name: value for name, value in asked.items() if value is not None})
         samples = [Sample.from_json(sample) for sample in data["samples"]]
         return Batch(data["lease"], data["ends_at"], data["version"], samples)
 
@@ -177,11 +176,11 @@ class BatchClient:
         """Publish a checkpoint through the gateway. Not repeated. Raises GatewayError."""
         return self._once("POST", "/reef/publications", {"checkpoint": checkpoint, "version": version}, timeout_s)
 
-    def _call(self, method: str, path: str) -> dict[str, Any]:
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         wait = WAIT_S
         for attempt in range(1, TRIES + 1):
             try:
-                return self._once(method, path, None, self.timeout_s)
+                return self._once(method, path, body, self.timeout_s)
             except GatewayError as error:
                 if attempt == TRIES or not error.away:
                     raise

@@ -23,11 +23,17 @@ class GatewayConfig(BaseModel):
     store: str = Field("", description="database address; empty: sqlite in the run directory")
     model_name: str = Field("", description="what clients see; empty: the model's directory")
 
+    allowed_hosts: list[str] = Field(default_factory=list, description="names it is reached by, without tokens")
+
     agent_token_file: Path | None = Field(None, description="a file whose first line agents must show")
     admin_token_file: Path | None = Field(None, description="the same for trainers and publishers")
 
     max_concurrent: int = Field(256, ge=1, description="requests on the engines at once")
     max_waiting: int = Field(1024, ge=0, description="requests that may wait at the gate")
+    max_connections: int | None = Field(None, ge=1, description="clients' connections; empty: as many as fit")
+    head_s: float = Field(15.0, gt=0, description="how long a request's headers may take to come")
+    body_s: float = Field(120.0, gt=0, description="how long its body may take")
+    idle_s: float = Field(75.0, gt=0, description="how long a connection may wait for its next request")
     hold_s: float = Field(30.0, gt=0, description="how long a request waits there before 503")
     max_body_mib: float = Field(16, gt=0)
     max_prompt_tokens: int = Field(131072, ge=1)
@@ -36,6 +42,9 @@ class GatewayConfig(BaseModel):
     sessions_in_memory: int = Field(10_000, ge=1, description="older ones are read from the store again")
     tokens_in_memory: int = Field(4_000_000, ge=1, description="of the last turns of sessions")
     lease_s: float = Field(600.0, gt=0, description="how long a trainer may keep samples without acknowledging")
+    quarantine_s: float = Field(
+        600.0, ge=0, description="how long a request that an engine ended during is known again"
+    )
     watch_s: float = Field(2.0, gt=0, description="between two looks at the engines")
 
     @model_validator(mode="after")

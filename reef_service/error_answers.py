@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.exceptions import HTTPException
 from reef_service.errors import ApiError
 from reef_service.store import StoreError
 
+log = logging.getLogger(__name__)
 ANSWERED = (ApiError, RequestValidationError, HTTPException, StoreError)
 
 
@@ -24,8 +26,9 @@ def answer_to(error: Exception, path: str) -> JSONResponse:
         told = _invalid(error.errors())
     elif isinstance(error, HTTPException):
         told, more = ApiError(error.status_code, str(error.detail)), dict(error.headers or {})
-    else:
-        told = ApiError(503, str(error), retry_after=1)
+    else:  # where the database lies is nothing that agents are to know
+        log.error("%s: %s", path, error)
+        told = ApiError(503, "the store doesn't answer, the gateway's log says why; try again", retry_after=1)
     return JSONResponse(told.body(path), told.status, headers={**told.headers, **more})
 
 

@@ -29,15 +29,27 @@ class ApiError(ReefError):
     """An answer that is not a success. `message` says what was seen and what to do."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry_after: float = 0
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float = 0,
+        should_retry: bool = True,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after  # seconds; 0: no such header
+        self.allow = allow  # the methods that there are instead
+        self.should_retry = should_retry  # False: the official clients are asked not to send it again by themselves
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(max(1, round(self.retry_after)))} if self.retry_after else {}
+        found = {"retry-after": str(max(1, round(self.retry_after)))} if self.retry_after else {}
+        found |= {"allow": self.allow} if self.allow else {}
+        return found if self.should_retry else {**found, "x-should-retry": "false"}
 
     def body(self, path: str) -> dict[str, Any]:
         """In the shape of the API that `path` belongs to."""

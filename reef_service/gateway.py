@@ -11,18 +11,20 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from reef_service.config import GatewayConfig
+from reef_service.connections import Connections
 from reef_service.data_plane.admission import Gate
 from reef_service.data_plane.limits import Limits
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.sessions import Sessions
+from reef_service.descriptors import connections_that_fit
 from reef_service.metrics import Metrics
 from reef_service.publisher import Publisher, brief
-from reef_service.store import Store
+from reef_service.store import Store, StoreError
 from reef_service.text.tokenizer import ModelTokenizer
 from reef_service.watch import Watch
 from slime_backend.config import ConfigError
@@ -32,6 +34,8 @@ from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import Policy
 from slime_backend.run_files import RunDir
 
+PROBE_S, PROBE_WAIT_S = 1.0, 5.0  # between two looks whether the store writes; for one of them
+MORE_VALUES = 200_000  # of a body, besides token ids
 GRACE_S = 5.0  # for answers that are under way when the gateway is told to stop
 NEEDED_HOOK = "kv_spans"  # without it no answer has the provenance that is to be recorded
 
@@ -42,8 +46,11 @@ class Gateway:
     plane: DataPlane
     publisher: Publisher
     watch: Watch
+    connections: Connections
     started_at: float = field(default_factory=time.time)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _probe: asyncio.Future[None] | None = None
+    _probed_at: float = 0.0
 
     async def stop(self) -> None:
         """Before the server is closed: pages are let go, requests end or are ended, recorded as far as they came."""
@@ -58,9 +65,20 @@ class Gateway:
     def store(self) -> Store:
         return self.plane.store
 
+    async def store_writes(self) -> bool:
+        """Whether the store writes; looked at once a second at most, whoever asks."""
+        if self._probe is None or (self._probe.done() and time.monotonic() - self._probed_at > PROBE_S):
+            self._probed_at, self._probe = time.monotonic(), asyncio.ensure_future(self.store.probe())
+        try:
+            async with asyncio.timeout(PROBE_WAIT_S):
+                await asyncio.shield(self._probe)
+        except (StoreError, TimeoutError):
+            return False
+        return True
+
     async def state(self) -> dict[str, Any]:
         """What the page shows."""
-        gate = self.plane.gate
+        gate, quarantine = self.plane.gate, self.fleet.quarantine
         return {
             "now": time.time(),
             "started_at": self.started_at,
@@ -69,6 +87,11 @@ class Gateway:
             "model": self.plane.model,
             "engines": self.watch.engines(),
             "gate": {"closed": gate.closed, "inside": gate.inside, "waiting": gate.waiting, "refused": gate.refused},
+            "quarantine": {
+                "count": quarantine.count,
+                "refused": quarantine.refused,
+                "latest": quarantine.latest(),
+            },
             "publications": self.publisher.timeline[-12:],
             "store": await self.store.counts(),
         }
@@ -89,26 +112,36 @@ async def running_gateway(
     metrics = Metrics(fleet, gate)
     watch = Watch(fleet, config.watch_s)
     metrics.on_turn = watch.turn
+    tokenizer = ModelTokenizer(model)
     plane = DataPlane(
         fleet=fleet,
         store=store,
-        tokenizer=ModelTokenizer(model),
+        tokenizer=tokenizer,
         gate=gate,
-        limits=Limits(_context(config, model), config.max_prompt_tokens, config.max_output_tokens),
+        limits=_limits(config, model, tokenizer),
         sessions=Sessions(store, most=config.sessions_in_memory, tokens=config.tokens_in_memory),
         metrics=metrics,
         model=config.model_name or model.name,
     )
+    connections = Connections(
+        most=connections_that_fit(config, len(fleet.members)),
+        head_s=config.head_s,
+        body_s=config.body_s,
+        idle_s=config.idle_s,
+    )
+    metrics.watch_connections(connections)
+    fleet.quarantine.keep_s = config.quarantine_s
     publisher = Publisher(fleet, gate, store, metrics, RunDir(run_dir).all_weights if run_dir else None)
     await _note_version(publisher, model)
     looking = asyncio.create_task(watch.run())
     try:
-        yield Gateway(config, plane, publisher, watch)
+        yield Gateway(config, plane, publisher, watch, connections)
     finally:
         looking.cancel()
         with suppress(asyncio.CancelledError):
             await looking
         await plane.close(0)
+        plane.workers.close()
 
 
 async def join_engines(
@@ -148,6 +181,11 @@ async def _note_version(publisher: Publisher, model: Path) -> None:
     if not successful or successful[0]["version"] != version:
         await store.add_publication(version, "found", checkpoint=str(model.resolve()))
         publisher.link(version, model)
+
+
+def _limits(config: GatewayConfig, model: Path, tokenizer: ModelTokenizer) -> Limits:
+    found = Limits(_context(config, model), config.max_prompt_tokens, config.max_output_tokens)
+    return replace(found, characters=found.most * tokenizer.longest, values=found.prompt + MORE_VALUES)
 
 
 def _context(config: GatewayConfig, model: Path) -> int:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from reef_service.connections import Connections
 from slime_backend.fleet import Fleet
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.publication import PublicationReport
@@ -48,6 +50,9 @@ class Metrics:
         self.on_turn: Callable[[RolloutRecord], None] = lambda record: None
         r.register(_Live(fleet, gate))
 
+    def watch_connections(self, connections: Connections) -> None:
+        self.registry.register(_Sockets(connections))
+
     def turn(self, record: RolloutRecord, state: str, api: str) -> None:
         rollout_class = record.rollout_class if state == "complete" else "unproven"
         self.turns.labels(api, state, rollout_class).inc()
@@ -64,11 +69,26 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+class _Sockets(Collector):
+    def __init__(self, connections: Connections) -> None:
+        self.connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        found = self.connections
+        yield GaugeMetricFamily("reef_connections", "Clients' connections", value=len(found.open))
+        yield GaugeMetricFamily("reef_connections_most", "Clients' connections that fit", value=found.most)
+        ended = CounterMetricFamily("reef_connections_ended", "Connections ended by the gateway", labels=["why"])
+        ended.add_metric(["no room"], found.turned_away)
+        ended.add_metric(["made room"], found.evicted)
+        ended.add_metric(["late"], found.timed_out)
+        yield ended
+
+
 class _Live(Collector):
     def __init__(self, fleet: Fleet, gate: GateFigures) -> None:
         self.fleet, self.gate = fleet, gate
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         engines = GaugeMetricFamily("reef_engines", "Engines by status", labels=["status"])
         for status in ("joining", "confirmed", "retired"):
             engines.add_metric([status], sum(m.status == status for m in self.fleet.members.values()))
@@ -77,6 +97,13 @@ class _Live(Collector):
         for member in self.fleet.members.values():
             in_flight.add_metric([member.name], member.in_flight)
         yield in_flight
+        quarantine = self.fleet.quarantine
+        given_up = CounterMetricFamily("reef_quarantined", "Requests given up because an engine ended during them")
+        given_up.add_metric([], quarantine.count)
+        yield given_up
+        refused = CounterMetricFamily("reef_quarantine_refused", "Quarantined requests that came again")
+        refused.add_metric([], quarantine.refused)
+        yield refused
         yield GaugeMetricFamily("reef_gate_inside", "Requests that were let in", value=self.gate.inside)
         yield GaugeMetricFamily("reef_gate_waiting", "Requests that wait at the gate", value=self.gate.waiting)
         yield GaugeMetricFamily("reef_gate_closed", "1 during a publication", value=int(self.gate.closed))

@@ -12,12 +12,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reef_service.errors import ApiError
+from reef_service.origin import Origins
 from slime_backend.config import ConfigError
 
 Role = Literal["open", "agent", "admin"]
@@ -25,6 +27,7 @@ _OPEN = ("/", "/healthz", "/readyz", "/docs", "/openapi.json")
 _OPEN_UNDER = ("/static/", "/docs-assets/")
 _AGENT = ("/generate", "/reef/report")
 _AGENT_UNDER = ("/v1/", "/reef/turns/")
+MOST_ELSEWHERE = 2**20  # bytes of a body that is no prompt
 MIN_TOKEN = 16  # characters
 
 
@@ -34,9 +37,14 @@ class Tokens:
     def __init__(self, agent: str | None, admin: str | None) -> None:
         self._agent, self._admin = (None if t is None else _digest(t) for t in (agent, admin))
 
+    @property
+    def none(self) -> bool:
+        """Whether everybody may do everything."""
+        return self._agent is None and self._admin is None
+
     def role(self, shown: str | None) -> Role:
         """What somebody who shows this token may do at most."""
-        if self._agent is None and self._admin is None:
+        if self.none:
             return "admin"
         digest = _digest(shown or "")
         # Both are always compared: how long it takes says nothing.
@@ -52,9 +60,11 @@ def read_token(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        token = path.read_text().splitlines()[0].strip()
+        token = path.read_text(encoding="utf-8").splitlines()[0].strip()
     except (OSError, IndexError) as error:
         raise ConfigError(f"token file {path} can't be read or is empty") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"token file {path} is not UTF-8") from error
     if len(token) < MIN_TOKEN:
         raise ConfigError(f"token file {path}: a token has at least {MIN_TOKEN} characters")
     return token
@@ -68,49 +78,69 @@ def needed(path: str) -> Role:
     return "admin"
 
 
+def _is_prompt(path: str) -> bool:
+    return path == "/generate" or path.startswith("/v1/")
+
+
 class Guard:
     """The ASGI layer."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens, max_body: int, hosts: Iterable[str] = ()) -> None:
+        """`hosts`: names that the gateway is reached by (origin.py)."""
         self.app, self.tokens, self.max_body = app, tokens, max_body
+        self.origins = Origins(hosts, tokens=not tokens.none)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # as GET, whose body the server then leaves out
+            scope = {**scope, "method": "GET"}
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        error = self._refusal(scope["path"], headers)
+        has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
+        error = self._refusal(scope["method"], scope["path"], headers)
         if error is not None:
-            await _answer(error, scope["path"], send)
-            return
-        if b"content-length" in headers:
+            await _answer(error, scope["path"], _closing(send) if has_body else send)
+        elif needed(scope["path"]) == "open":  # anybody may ask, so nothing that they send is read
+            await self.app(scope, _Nothing(receive), _closing(send) if has_body else send)
+        elif b"content-length" in headers or not has_body:
             await self.app(scope, receive, send)
-            return
-        await self._bounded(scope, receive, send)
+        else:
+            await self._bounded(scope, receive, send)
 
-    def _refusal(self, path: str, headers: dict[bytes, str]) -> ApiError | None:
+    def _most(self, path: str) -> int:
+        """Bytes of a body: prompts are large, and parsed where that stops nobody; nothing else is."""
+        return self.max_body if _is_prompt(path) else min(self.max_body, MOST_ELSEWHERE)
+
+    def _refusal(self, method: str, path: str, headers: dict[bytes, str]) -> ApiError | None:
         role, wanted = self.tokens.role(_shown(headers)), needed(path)
         if wanted == "admin" and role == "agent":
             return ApiError(403, "this needs the admin token")
         if wanted != "open" and role == "open":
             return ApiError(401, "no valid token: send it as `Authorization: Bearer TOKEN` or `x-api-key: TOKEN`")
-        length = headers.get(b"content-length", "")
-        if length and (not length.isdigit() or int(length) > self.max_body):
-            return ApiError(413, f"the body is larger than {self.max_body} bytes")
-        return None
+        length, most = headers.get(b"content-length", ""), self._most(path)
+        if length and (not length.isdigit() or int(length[:20]) > most):
+            return ApiError(413, f"the body is larger than {most} bytes")
+        # The data plane says of its content type in its own words (lane.py).
+        if "\0" in path:
+            return ApiError(404, "there is no such path")
+        return None if wanted == "open" else self.origins.refusal("GET" if _is_prompt(path) else method, headers)
 
     async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A body of unknown length is read up to the bound before anybody sees it."""
-        body, more = b"", True
+        pieces, size, more = [], 0, True
         while more:
             message = await receive()
             if message["type"] != "http.request":
                 return
-            body += message.get("body", b"")
+            pieces.append(message.get("body", b""))
+            size += len(pieces[-1])
             more = message.get("more_body", False)
-            if len(body) > self.max_body:
-                await _answer(ApiError(413, f"the body is larger than {self.max_body} bytes"), scope["path"], send)
+            if size > (most := self._most(scope["path"])):
+                error = ApiError(413, f"the body is larger than {most} bytes")
+                await _answer(error, scope["path"], _closing(send))
                 return
+        body = b"".join(pieces)
         given = False
 
         async def replay() -> Message:
@@ -121,6 +151,32 @@ class Guard:
             return {"type": "http.request", "body": body, "more_body": False}
 
         await self.app(scope, replay, send)
+
+
+class _Nothing:
+    """A request's body, as none; then what follows it, which is the client's going."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._given = receive, False
+
+    async def __call__(self) -> Message:
+        if not self._given:
+            self._given = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+        while (message := await self._receive())["type"] == "http.request":  # thrown away: a piece, never the whole
+            pass
+        return message
+
+
+def _closing(send: Send) -> Send:
+    """Ends the connection with the answer: what is left of the body is not read."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return closing
 
 
 def _shown(headers: dict[bytes, str]) -> str | None:

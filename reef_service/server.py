@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 import uvicorn
 from starlette.types import ASGIApp
 
+from reef_service.connections import Connections, bounded
+from reef_service.descriptors import BACKLOG
 from slime_backend.engine_process import PortOccupiedError
 
 GRACE_S = 5  # for answers that are under way when the server stops
@@ -23,9 +25,10 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, host: str, port: int) -> AsyncIterator[str]:
+async def serving(app: ASGIApp, host: str, port: int, connections: Connections | None = None) -> AsyncIterator[str]:
     """Serve while the block runs; yields the base URL. Port 0 is any free one. Raises PortOccupiedError."""
     listening = _listen(host, port)
+    bounds = connections or Connections()
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -34,7 +37,9 @@ async def serving(app: ASGIApp, host: str, port: int) -> AsyncIterator[str]:
         server_header=False,
         proxy_headers=False,  # who asks is never looked at
         timeout_graceful_shutdown=GRACE_S,
-        timeout_keep_alive=75,
+        timeout_keep_alive=max(1, int(bounds.idle_s) + 1),  # ours comes before
+        http=bounded(bounds),
+        backlog=BACKLOG,
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]))

@@ -54,11 +54,12 @@ class Watch:
         found = await look(member.client, looks=1)
         if found.reports:
             seen.kv, seen.at = [asdict(r.kv) for r in found.reports], time.time()
-        seen.misses = seen.misses + 1 if found.life == "gone" else 0
+        if found.life != "unseen":  # of what couldn't be asked nothing is known
+            seen.misses = seen.misses + 1 if found.life == "gone" else 0
         if member.held or member.status == "retired":
             return
         if seen.misses >= MISSES:
-            self.fleet.retire(member, f"it doesn't answer: {found.seen}")
+            self.fleet.retire(member, f"it doesn't answer: {found.seen}", ended=found.ended)
         elif found.life == "alive":
             await compare(self.fleet, member, found)
 

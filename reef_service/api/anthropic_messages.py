@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from reef_service.api import common
@@ -23,7 +24,7 @@ class MessagesRequest(common.Sampling):
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
     system: str | list[dict[str, Any]] | None = None
-    max_tokens: int | None = Field(None, ge=1, le=10_000_000)
+    max_tokens: Any = common.engine_value("max_new_tokens")
     stop_sequences: list[str] | None = None
     stream: bool | None = False
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
@@ -44,8 +45,10 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
         max_tokens=body.max_tokens,
         stop=common.stop_texts(body.stop_sequences),
         stream=bool(body.stream),
+        size=common.size_of(request),
     )
-    tokens = await from_messages(plane, asked, _messages(body), tools=_tools(body))
+    work = from_messages(plane, asked, _messages(body), tools=_tools(body))
+    tokens = await common.prepared(request, asked, work)
 
     def head(receipt: str, content: list[Any], prompt: int, output: int) -> dict[str, Any]:
         return {
@@ -90,10 +93,11 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 
 
 @router.post("/v1/messages/count_tokens", summary="How many tokens a prompt has")
-async def count_tokens(body: MessagesRequest, request: Request) -> dict[str, int]:
-    asked = Asked("messages", "", "", {}, 1, (), False)
-    tokens = await from_messages(common.plane_of(request), asked, _messages(body), tools=_tools(body))
-    return {"input_tokens": len(tokens.prompt_ids)}
+async def count_tokens(body: MessagesRequest, request: Request) -> JSONResponse:
+    asked = Asked("messages", "", "", {}, 1, (), False, common.size_of(request))
+    work = from_messages(common.plane_of(request), asked, _messages(body), tools=_tools(body))
+    tokens = await common.prepared(request, asked, work)
+    return JSONResponse({"input_tokens": len(tokens.prompt_ids)})
 
 
 def _tools(body: MessagesRequest) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""GET /reef/batches, POST /reef/batches/{lease}/ack and .../release: samples for trainers."""
+"""POST /reef/batches, POST /reef/batches/{lease}/ack and .../release: samples for trainers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection, select
 
+from reef_service.api.feedback import NO_NUL
 from reef_service.errors import ApiError
 from reef_service.gateway import Gateway
 from reef_service.store import LeaseGone, UnknownLease
@@ -28,7 +29,7 @@ class BatchQuery(BaseModel):
     lease: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._:-]{1,200}$", description="yours; asking again gives the same"
     )
-    holder: str = Field("", max_length=200)
+    holder: str = Field("", max_length=200, pattern=NO_NUL)
     min_score: float | None = Field(None, allow_inf_nan=False)
     max_score: float | None = Field(None, allow_inf_nan=False)
     rollout_class: list[RolloutClass] = Field(default_factory=list, description="default: all")
@@ -36,9 +37,19 @@ class BatchQuery(BaseModel):
     group_size: int = Field(0, ge=0, le=1024, description="whole groups of this many, by x-reef-group")
 
 
-@router.get("", summary="A batch under a lease; acknowledge it once it is trained on and saved")
-async def batch(query: Annotated[BatchQuery, Query()], request: Request) -> dict[str, Any]:
+@router.get("", include_in_schema=False)
+async def not_by_get() -> None:
+    """A page of another origin can make a browser GET anything, and samples under a lease are nobody else's."""
+    raise ApiError(405, "samples are taken by POST /reef/batches, with the same fields as JSON", allow="POST")
+
+
+@router.post("", summary="A batch under a lease; acknowledge it once it is trained on and saved")
+async def batch(
+    wanted: BatchQuery, request: Request, in_address: Annotated[BatchQuery, Query(include_in_schema=False)]
+) -> dict[str, Any]:
+    """The fields come as JSON; those of the address stand where the body has none."""
     gateway: Gateway = request.app.state.gateway
+    query = in_address.model_copy(update=wanted.model_dump(exclude_unset=True))
     numbers = await gateway.store.read(_successful)
     oldest = 0
     if query.max_version_lag is not None:

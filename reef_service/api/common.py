@@ -7,44 +7,57 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from reef_service.data_plane.answers import Delta, Done, TokenRequest
+from reef_service.data_plane.engine_values import TABLE
 from reef_service.data_plane.exchange import Exchange
 from reef_service.data_plane.plane import DataPlane
+from reef_service.data_plane.prompts import Asked
+from reef_service.data_plane.workers import LARGE
 from reef_service.errors import ApiError, bad_request
 
 SESSION, GROUP, RECEIPT = "x-reef-session", "x-reef-group", "x-reef-receipt"
 _NAME = re.compile(r"[A-Za-z0-9._:@/+-]{1,200}")
+T = TypeVar("T")
 CLIENT_GONE = 499  # nobody reads it; it is for the access log
 
 
+def engine_value(name: str) -> Any:
+    """A field whose value the table of engine_values.py checks, once it is known whose vocabulary it is about: here it
+    is only described."""
+    return Field(None, json_schema_extra={"anyOf": [dict(TABLE[name].schema), {"type": "null"}]})
+
+
 class Sampling(BaseModel):
-    """Sampling settings that the APIs have in common, by OpenAI's names and SGLang's."""
+    """Sampling settings that the APIs have in common, by OpenAI's names and SGLang's, as they were sent: prompts.py has
+    them checked."""
 
     model_config = ConfigDict(extra="allow")
 
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=1_000_000)
-    min_p: float | None = Field(None, ge=0, le=1)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=2)
-    ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0, le=1_000_000)
-    stop_token_ids: list[int] | None = Field(None, max_length=64)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    temperature: Any = engine_value("temperature")
+    top_p: Any = engine_value("top_p")
+    top_k: Any = engine_value("top_k")
+    min_p: Any = engine_value("min_p")
+    frequency_penalty: Any = engine_value("frequency_penalty")
+    presence_penalty: Any = engine_value("presence_penalty")
+    repetition_penalty: Any = engine_value("repetition_penalty")
+    ignore_eos: Any = engine_value("ignore_eos")
+    min_tokens: Any = engine_value("min_new_tokens")
+    stop_token_ids: Any = engine_value("stop_token_ids")
+    seed: Any = engine_value("sampling_seed")
 
     def sampling(self) -> dict[str, Any]:
         """SGLang's sampling_params, without max_new_tokens. A temperature is always in it: it is recorded."""
         named = {
+            "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "min_p": self.min_p,
@@ -56,8 +69,12 @@ class Sampling(BaseModel):
             "stop_token_ids": self.stop_token_ids,
             "sampling_seed": self.seed,
         }
-        given = {name: value for name, value in named.items() if value is not None}
-        return {"temperature": 1.0 if self.temperature is None else self.temperature, **given}
+        return with_temperature(named)
+
+
+def with_temperature(named: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given of `named`, with a temperature in any case: it is recorded."""
+    return {"temperature": 1.0, **{name: value for name, value in named.items() if value is not None}}
 
 
 def refuse(values: Mapping[str, Any], why: Mapping[str, str]) -> None:
@@ -111,6 +128,30 @@ def event(data: Any, name: str | None = None) -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + (data if isinstance(data, bytes) else dumps(data)) + b"\n\n"
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which ends with the client. Raises ClientDisconnect then."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def prepared(request: Request, asked: Asked, work: Coroutine[Any, Any, TokenRequest]) -> TokenRequest:
+    """The prompt in tokens; a large one's making ends with its client."""
+    return await (work if asked.size < LARGE else unless_gone(request, work))
+
+
+def size_of(request: Request) -> int:
+    """Bytes of the body."""
+    return len(getattr(request, "_body", b"")) or int(request.headers.get("content-length", 0))
 
 
 async def whole(request: Request, asked: TokenRequest, render: Callable[[Done], Mapping[str, Any]]) -> Response:

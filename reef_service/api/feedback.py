@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,14 +14,22 @@ from reef_service.store.reports import Report
 router = APIRouter(prefix="/reef", tags=["feedback"])
 
 
+NO_NUL = r"^[^\x00]*$"  # which PostgreSQL takes in no text
+_Name = Annotated[str, Field(max_length=200, pattern=NO_NUL)]
+
+
 class ReportBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    id: str = Field(min_length=1, max_length=200, description="yours; the same id twice is the same report")
+    id: str = Field(
+        min_length=1, max_length=200, pattern=NO_NUL, description="yours; the same id twice is the same report"
+    )
     score: float | None = Field(None, allow_inf_nan=False)
     text: str = Field("", max_length=100_000)
-    receipts: list[str] = Field(default_factory=list, max_length=10_000)
-    session: str = Field("", max_length=200, description="instead of receipts: everything in the session so far")
+    receipts: list[Annotated[str, Field(pattern=NO_NUL)]] = Field(default_factory=list, max_length=10_000)
+    session: str = Field(
+        "", max_length=200, pattern=NO_NUL, description="instead of receipts: everything in the session so far"
+    )
 
 
 @router.post("/report", summary="Score turns, or a session; safe to send again")

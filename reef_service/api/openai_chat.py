@@ -32,8 +32,8 @@ _REFUSED = {
 class ChatRequest(common.Sampling):
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
-    max_tokens: int | None = Field(None, ge=1, le=10_000_000)
-    max_completion_tokens: int | None = Field(None, ge=1, le=10_000_000)
+    max_tokens: Any = common.engine_value("max_new_tokens")
+    max_completion_tokens: Any = common.engine_value("max_new_tokens")
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
@@ -90,11 +90,14 @@ async def _asked(body: ChatRequest, request: Request) -> TokenRequest:
         session=session,
         label=label,
         sampling=sampling,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=common.stop_texts(body.stop),
         stream=bool(body.stream),
+        size=common.size_of(request),
     )
-    return await from_messages(common.plane_of(request), asked, normalise(body.messages), tools=tools, options=options)
+    plane = common.plane_of(request)
+    work = from_messages(plane, asked, normalise(body.messages), tools=tools, options=options)
+    return await common.prepared(request, asked, work)
 
 
 def _tools(body: ChatRequest) -> list[dict[str, Any]]:

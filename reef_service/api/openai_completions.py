@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -28,7 +29,7 @@ _REFUSED = {
 class CompletionRequest(common.Sampling):
     model: str | None = None
     prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1, le=10_000_000)
+    max_tokens: Any = common.engine_value("max_new_tokens")
     stop: str | list[str] | None = None
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
@@ -45,16 +46,18 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         session=session,
         label=label,
         sampling=body.sampling(),
-        max_tokens=body.max_tokens,
+        max_tokens=16 if body.max_tokens is None else body.max_tokens,
         stop=common.stop_texts(body.stop),
         stream=bool(body.stream),
+        size=common.size_of(request),
     )
     prompt: Any = body.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
             raise bad_request(f"{len(prompt)} prompts in one request; send one request for each", "prompt")
         prompt = prompt[0]
-    tokens = await (from_text if isinstance(prompt, str) else from_ids)(plane, asked, prompt)
+    work = (from_text if isinstance(prompt, str) else from_ids)(plane, asked, prompt)
+    tokens = await common.prepared(request, asked, work)
 
     def choice(text: str, finish: str | None, logprobs: Any = None) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
@@ -82,11 +85,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     def render(done: Done) -> dict[str, Any]:
         logprobs = None
         if body.logprobs is not None:
+            tokens = [plane.tokenizer.text_of(i) for i in done.record.output_ids]
             logprobs = {
-                "tokens": [plane.tokenizer.text_of(i) for i in done.record.output_ids],
+                "tokens": tokens,
                 "token_logprobs": list(done.record.logprobs),
                 "top_logprobs": None,
-                "text_offset": [],
+                "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
             }
         answer = choice(done.answer.content, finish_reason(done), logprobs)
         return {

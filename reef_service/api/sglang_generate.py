@@ -10,16 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from reef_service.api import common
 from reef_service.data_plane.answers import Delta, Done
+from reef_service.data_plane.engine_values import TABLE, check
 from reef_service.data_plane.prompts import Asked, from_ids, from_text
 from reef_service.errors import ApiError, bad_request
 
 router = APIRouter(tags=["data plane"])
 
-_TAKEN = (
-    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-    "ignore_eos", "stop_token_ids", "min_new_tokens", "json_schema", "regex", "ebnf", "sampling_seed", "custom_params",
-)  # fmt: skip
-_HANDLED = ("max_new_tokens", "stop", "n", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+# What the gateway does by itself; the rest of what is taken is the table of engine_values.py.
+_HANDLED = ("stop", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 
 
 class GenerateRequest(BaseModel):
@@ -36,27 +34,31 @@ class GenerateRequest(BaseModel):
 async def generate(body: GenerateRequest, request: Request) -> Response:
     plane = common.plane_of(request)
     params = dict(body.sampling_params or {})
-    unknown = sorted(set(params) - set(_TAKEN) - set(_HANDLED))
+    unknown = sorted(set(params) - set(TABLE) - set(_HANDLED))
     if unknown:
-        raise bad_request(f"sampling_params.{unknown[0]} is not supported; there are {', '.join(_TAKEN + _HANDLED)}")
-    if params.get("n", 1) != 1:
-        raise bad_request("sampling_params.n must be 1; send the request n times")
+        taken = ", ".join((*TABLE, *_HANDLED))
+        raise bad_request(f"sampling_params.{unknown[0]} is not supported; there are {taken}")
+    most = params.pop("max_new_tokens", None)
+    if params.get("n") is not None:
+        check("generate", "n", params.pop("n"))
     session, label = common.who(request)
     asked = Asked(
         api="generate",
         session=session,
         label=label,
-        sampling={"temperature": 1.0, **_checked({k: v for k, v in params.items() if k in _TAKEN and v is not None})},
-        max_tokens=_count(params.get("max_new_tokens", 128)),
+        sampling=common.with_temperature({name: value for name, value in params.items() if name in TABLE}),
+        max_tokens=128 if most is None else most,
         stop=_stops(params.get("stop")),
         stream=bool(body.stream),
+        size=common.size_of(request),
     )
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("give either text or input_ids, of one prompt")
     if body.input_ids is not None:
-        tokens = await from_ids(plane, asked, body.input_ids)
+        work = from_ids(plane, asked, body.input_ids)
     else:
-        tokens = await from_text(plane, asked, body.text or "")
+        work = from_text(plane, asked, body.text or "")
+    tokens = await common.prepared(request, asked, work)
 
     def answer(done: Done) -> dict[str, Any]:
         record, logprobs = done.record, bool(body.return_logprob)
@@ -108,34 +110,12 @@ class _SoFar:
         return b"".join([*parts, b"}}"])
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= 10_000_000:
-        raise bad_request(f"sampling_params.max_new_tokens={value!r} must be a whole number from 1 on")
-    return value
-
-
 def _stops(value: Any) -> tuple[str, ...]:
     if value is None or isinstance(value, str):
         return common.stop_texts(value)
     if isinstance(value, list) and all(isinstance(text, str) for text in value):
         return common.stop_texts(value)
     raise bad_request("sampling_params.stop must be a text or a list of texts")
-
-
-def _checked(params: dict[str, Any]) -> dict[str, Any]:
-    """Numbers where the record or the gateway needs them; the engine judges the rest."""
-    temperature = params.get("temperature", 1.0)
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature <= 100:
-        raise bad_request(f"sampling_params.temperature={temperature!r} must be a number from 0 to 100")
-    ends = params.get("stop_token_ids", [])
-    if not isinstance(ends, list) or any(type(i) is not int for i in ends):
-        raise bad_request("sampling_params.stop_token_ids must be a list of token ids")
-    least = params.get("min_new_tokens", 0)
-    if type(least) is not int:
-        raise bad_request("sampling_params.min_new_tokens must be a whole number")
-    if not isinstance(params.get("custom_params", {}), dict):
-        raise bad_request("sampling_params.custom_params must be an object")
-    return params
 
 
 def _error_event(error: ApiError) -> bytes:

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from reef_service.api.common import dumps, event
 from reef_service.gateway import Gateway
-from reef_service.store import StoreError
 
 router = APIRouter(tags=["status"])
 EVERY_S = 1.0
@@ -29,10 +28,7 @@ async def readyz(request: Request) -> Response:
     reasons = []
     if not gateway.fleet.routable():
         reasons.append("no engine is confirmed")
-    try:
-        async with asyncio.timeout(5):
-            await gateway.store.writer.write(lambda connection: None)
-    except (StoreError, TimeoutError):
+    if not await gateway.store_writes():
         reasons.append("the store doesn't write")
     return JSONResponse({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 

@@ -20,9 +20,9 @@ from reef_service.store import StoreError
 from reef_service.store.turns import CONTINUABLE, Turn, TurnState
 from reef_service.text.answer_parser import Piece, held
 from reef_service.text.tokenizer import TextStream
-from slime_backend.engine_client import EngineRefused
+from slime_backend.engine_client import EngineRefused, EngineUncalled
 from slime_backend.fleet import FleetError
-from slime_backend.fleet.dispatch import RequestLost
+from slime_backend.fleet.dispatch import RequestLost, RequestQuarantined
 from slime_backend.provenance.errors import RecordError
 from slime_backend.provenance.records import RolloutRecord
 
@@ -105,6 +105,19 @@ class Exchange:
                     self._show(generation, start, end)
         except EngineRefused as error:
             raise ApiError(400, f"the engine refuses this request: {error.seen}") from error
+        except EngineUncalled as error:
+            await self._store_failure(generation)
+            raise ApiError(
+                503,
+                f"the gateway itself is short of something: {error.seen}; try again",
+                code="overloaded",
+                retry_after=1,
+            ) from error
+        except RequestQuarantined as error:
+            await self._store_failure(generation)
+            # Not 503: a client that sends it again by itself would end the next engine with it.
+            status, code = (422, "quarantined") if error.again else (502, "engine_ended")
+            raise ApiError(status, f"this request is quarantined: {error}", code=code, should_retry=False) from error
         except (RequestLost, FleetError) as error:
             await self._store_failure(generation)
             raise ApiError(503, f"no engine answered: {error}", code="no_engine", retry_after=5) from error

@@ -1,6 +1,7 @@
 """One request on the fleet: sent to a confirmed engine, sent again where that is lost, ended early when asked.
 
     nothing passed on yet    the request is sent again, whole: what the lost engine sampled is thrown away
+    the engine ended         given up: it is sent to no second engine (slime_backend/quarantine.py)
     tokens passed on         the client holds them, so another engine goes on behind them, told by their ids; they stay
                              what they are, sampled by an engine that was confirmed then, but nothing proves from which
                              KV: `spliced` says so
@@ -20,7 +21,8 @@ from typing import Any
 
 from slime_backend.engine_client import EngineError, EngineProtocolError, EngineRefused, EngineUnreachable
 from slime_backend.fleet import Fleet, Member
-from slime_backend.fleet.dispatch import OtherVersion, Retries, Sent, wait_routable
+from slime_backend.fleet.dispatch import OtherVersion, Retries, Sent, check_not_refused
+from slime_backend.fleet.quarantine import key_of
 from slime_backend.provenance.record_checks import why_no_logprobs
 
 STOP_S = 10.0  # for the engine's last word after an abort
@@ -60,10 +62,11 @@ class Generation:
         return self.meta.get("finish_reason") or {}
 
     async def run(self) -> AsyncIterator[tuple[int, int]]:
-        """Raises EngineRefused for a request that is itself wrong, RequestLost or FleetError with no engine left."""
-        retries = Retries(self.fleet)
+        """Raises EngineRefused for a request that is itself wrong, RequestLost or FleetError with no engine left,
+        RequestQuarantined where an engine ended during it, EngineUncalled where this process can't call any."""
+        retries = Retries(self.fleet, lambda: key_of(self.prompt_ids, self.sampling))
         while True:
-            await wait_routable(self.fleet)
+            await retries.ready()
             self.attempts = retries.attempts = retries.attempts + 1
             why: EngineError | OtherVersion | str = ""
             with self.fleet.routed(lambda found: self.choose(retries.others(found))) as member:
@@ -164,6 +167,7 @@ class Generation:
         """Append what is new in answers that came together: one that repeats all tokens of this attempt, or several
         that have the new ones only."""
         meta = answers[-1]["meta_info"]
+        check_not_refused(self.engine, meta)
         if not self.stopped and _aborted(answers[-1]):
             raise EngineProtocolError(self.engine, "POST /generate", "it aborted the request")
         sent.check_version(meta)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reef_service.errors import bad_request
+from reef_service.errors import ApiError, bad_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,15 +12,31 @@ class Limits:
     context: int  # tokens of prompt and output together
     prompt: int  # tokens
     output: int  # tokens
+    characters: int = 2**62  # of a prompt: more can't be so few tokens
+    values: int = 331_072  # members of arrays and objects in a body: token ids, messages, tools
     messages: int = 4096
     stops: int = 16
+    stop_length: int = 1024  # characters: each token is compared with them
+
+    @property
+    def most(self) -> int:
+        """Tokens of a prompt that leaves room for one more."""
+        return min(self.prompt, self.context - 1)
+
+    def too_long(self, count: str) -> ApiError:
+        return bad_request(f"the prompt has {count} tokens; at most {self.prompt} are taken")
+
+    def check_characters(self, count: int) -> None:
+        """Raises ApiError 400 where so many characters can't be as few tokens as may be."""
+        if count > self.characters:
+            raise bad_request(f"the prompt has {count} characters, which are more than {self.most} tokens in any case")
 
     def output_for(self, prompt: int, asked: int | None) -> int:
         """How many tokens may be sampled. Raises ApiError 400 where there is no room for any."""
         if prompt < 1:
             raise bad_request("the prompt is empty")
         if prompt > self.prompt:
-            raise bad_request(f"the prompt has {prompt} tokens; at most {self.prompt} are taken")
+            raise self.too_long(f"{prompt}")
         room = min(self.output, self.context - prompt)
         if room < 1:
             raise bad_request(f"the prompt has {prompt} tokens and leaves no room in a context of {self.context}")

@@ -12,6 +12,7 @@ from reef_service.data_plane.generation import STOP_S, Generation
 from reef_service.data_plane.limits import Limits
 from reef_service.data_plane.router import Router
 from reef_service.data_plane.sessions import Sessions
+from reef_service.data_plane.workers import Workers
 from reef_service.metrics import Metrics
 from reef_service.store import Store
 from reef_service.text.tokenizer import ModelTokenizer
@@ -38,6 +39,7 @@ class DataPlane:
     metrics: Metrics
     model: str  # the name that clients see
     router: Router = field(init=False)
+    workers: Workers = field(default_factory=Workers)
     exchanges: set[UnderWay] = field(default_factory=set)  # under way
 
     def __post_init__(self) -> None:

@@ -49,7 +49,9 @@ class Sessions:
         """The longest turn of `session` that the request begins with."""
         known = await self._of(session)
         mine = [
-            (history, tokens, receipt) for receipt, (history, tokens) in known.turns.items() if history.kind == kind
+            (history, tokens, receipt)
+            for receipt, (history, tokens) in reversed(known.turns.items())  # of two alike the later one
+            if history.kind == kind
         ]
         mine.sort(key=lambda entry: (entry[0].length, entry[1]), reverse=True)
         for history, _, receipt in mine:

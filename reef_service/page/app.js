@@ -119,6 +119,8 @@ function draw(state) {
     line("under a lease", count(store.leased)),
     line("clients that left", count(store.states.disconnected)),
     line("requests that failed", count(store.states.failed)),
+    line("given up: an engine ended during them", count(state.quarantine.count)),
+    line("of these, refused when they came again", count(state.quarantine.refused)),
   );
 }
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from reef_service.store import leases, samples
@@ -19,7 +19,7 @@ from reef_service.store.errors import StoreError
 from reef_service.store.leases import Lease, Wish
 from reef_service.store.reports import Report, add_report
 from reef_service.store.samples import StoredSample
-from reef_service.store.schema import publications, turns
+from reef_service.store.schema import meta, publications, turns
 from reef_service.store.turns import History, Placed, Turn, VersionNumbers, add_turn, record_of
 from reef_service.store.writer import Writer
 from slime_backend.provenance.records import RolloutRecord
@@ -68,6 +68,16 @@ class Store:
             return int(added.inserted_primary_key[0])  # type: ignore[index]
 
         return await self.writer.write(add)
+
+    async def probe(self) -> None:
+        """Write something, as every answer will have to be. Raises StoreError."""
+
+        def write(connection: Connection) -> None:
+            row = {"name": "probe", "value": str(time.time())}
+            if not connection.execute(update(meta).where(meta.c.name == "probe").values(row)).rowcount:
+                connection.execute(insert(meta).values(row))
+
+        await self.writer.write(write)
 
     # ---- read ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from reef_service.text import json_text
+
 THINK, END_THINK, CALL, END_CALL = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
 
@@ -115,7 +117,7 @@ class AnswerParser:
 def parse_call(text: str) -> ToolCall | None:
     """The call that a <tool_call> holds; None where it isn't one."""
     try:
-        data = json.loads(text)
+        data = json_text.loads(text)
     except ValueError:
         return None
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
@@ -123,7 +125,7 @@ def parse_call(text: str) -> ToolCall | None:
     arguments = data.get("arguments", data.get("parameters", {}))
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json_text.loads(arguments)
         except ValueError:
             return None
     return ToolCall(f"call_{uuid.uuid4().hex[:24]}", data["name"], json.dumps(arguments, ensure_ascii=False))

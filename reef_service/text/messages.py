@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from reef_service.errors import bad_request
+from reef_service.text import json_text
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -75,7 +76,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         # A model may write anything, and a client hands it back; the template shows it as it is.
         with suppress(ValueError):
-            arguments = json.loads(arguments)
+            arguments = json_text.loads(arguments)
     found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if isinstance(call.get("id"), str):
         found["id"] = call["id"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from reef_service.text.template import ChatTemplate
 from slime_backend.errors import ReefError
@@ -17,11 +17,21 @@ from slime_backend.errors import ReefError
 KEPT_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 LAGGING = 32  # tokens that may wait for the rest of a character before they are shown as they are
 WINDOW = 24  # tokens that are decoded together
+PIECE = 131_072  # characters that are tokenised at once where it is only counted
+CUT = 64  # tokens that a piece may have more than it has in its text
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token")
 
 
 class TokenizerError(ReefError, RuntimeError):
     """The model's directory has no usable tokenizer; one line."""
+
+
+class TooManyTokens(ReefError):
+    """A text has more tokens than it may; `count`: how many, where that is known."""
+
+    def __init__(self, most: int, count: int | None = None) -> None:
+        super().__init__(f"more than {most} tokens")
+        self.most, self.count = most, count
 
 
 class ModelTokenizer:
@@ -41,12 +51,39 @@ class ModelTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._hidden = frozenset(i for i, token in added.items() if token.special and token.content not in KEPT_TAGS)
         self.size = _embedded(directory) or int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        # No token is of more characters; a normaliser may make one of up to four (NFC, NFKC).
+        longest = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
+        self.longest = longest * (1 if self._tokenizer.normalizer is None else 4)
         self.end_ids = self._ends(directory, special.get("eos_token"))
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """`special`: add what the model puts around a text of its own accord (a beginning token, mostly)."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        ids: list[int] = self._encoded(text, special).ids
         return ids
+
+    def encode_large(self, text: str, most: int, check: Callable[[], None], *, special: bool = False) -> list[int]:
+        """`encode` for a thread of its own: first counted in pieces, between each of which `check` may raise.
+
+        Raises TooManyTokens as soon as it is sure that there are more than `most`: what is cut into pieces has hardly
+        more tokens than in one, since a cut changes those next to it alone.
+        """
+        if len(text) > PIECE:
+            so_far = 0
+            for start in range(0, len(text), PIECE):
+                check()
+                so_far += len(self._encoded(text[start : start + PIECE], False)) - CUT
+                if so_far > most:
+                    raise TooManyTokens(most)
+        check()
+        found = self._encoded(text, special)
+        if len(found) > most:
+            raise TooManyTokens(most, len(found))
+        ids: list[int] = found.ids
+        return ids
+
+    def _encoded(self, text: str, special: bool) -> Encoding:
+        """Without offsets, which take longer than the tokens; other threads run meanwhile."""
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Without special tokens, but with the tags of an answer."""

@@ -12,9 +12,11 @@ import typer
 
 from reef_service.app import make_app
 from reef_service.config import GatewayConfig, gateway_config
+from reef_service.descriptors import connections_that_fit
 from reef_service.gateway import join_engines, running_gateway
 from reef_service.server import serving
 from reef_service.store import open_store
+from reef_service.supervisor import Supervisor
 from slime_backend import event_loop
 from slime_backend.config import ConfigError, EnginesConfig, ModelConfig, RunConfig
 from slime_backend.engine_client import EngineClient
@@ -28,6 +30,7 @@ from slime_backend.run_files import RunDir
 def serve(settings: RunConfig, where: str, as_json: bool) -> None:
     """The gateway for engines that somebody else started."""
     config = gateway_config(settings.gateway, where)
+    connections_that_fit(config, len(config.engines))  # before anything is started
     event_loop.run_until_signal(
         _serve(settings.engines, settings.policy, settings.model.name, settings.run_dir, config, as_json)
     )
@@ -40,6 +43,7 @@ def up(settings: RunConfig, where: str, as_json: bool) -> None:
         raise ConfigError(
             f"{where}: gateway.engines names running engines; `up` starts its own: use `serve`, or drop it"
         )
+    connections_that_fit(config, settings.engines.count)  # before anything is started
     event_loop.run_until_signal(
         _up(settings.engines, settings.policy, settings.model, settings.run_dir, config, as_json)
     )
@@ -82,15 +86,21 @@ async def _serve(
 
 
 async def _up(
-    engines: EnginesConfig, policy: Policy, start: ModelConfig, run_dir: Path, config: GatewayConfig, as_json: bool
+    settings: EnginesConfig, policy: Policy, start: ModelConfig, run_dir: Path, config: GatewayConfig, as_json: bool
 ) -> None:
-    from slime_backend.local_trainer.local_fleet import running_fleet
+    from slime_backend.local_trainer.local_fleet import make_engines, started_fleet
     from slime_backend.local_trainer.loop import base_model
 
     model = base_model(start)
     say = (lambda text: None) if as_json else typer.echo
-    async with running_fleet(engines, policy, model, "v0", run_dir, say) as fleet:
-        await _run(run_dir, config, fleet, model, as_json)
+    engines = make_engines(settings, policy, model, "v0", run_dir)
+    async with started_fleet(engines, settings, policy, "v0", say) as fleet:
+        keeping = asyncio.create_task(Supervisor(fleet, engines, settings.ready_s).run())
+        try:
+            await _run(run_dir, config, fleet, model, as_json)
+        finally:
+            keeping.cancel()  # before they are stopped: their ends are meant then
+            await asyncio.gather(keeping, return_exceptions=True)
 
 
 async def _run(run_dir: Path, config: GatewayConfig, fleet: Fleet, model: Path, as_json: bool) -> None:
@@ -98,7 +108,7 @@ async def _run(run_dir: Path, config: GatewayConfig, fleet: Fleet, model: Path, 
     with open_store(config.store or _default_store(run_dir)) as store:
         async with (
             running_gateway(config, fleet, model, store, run_dir) as gateway,
-            serving(make_app(gateway), config.host, config.port) as url,
+            serving(make_app(gateway), config.host, config.port, gateway.connections) as url,
         ):
             if as_json:
                 engines = [m.client.url for m in fleet.members.values()]

@@ -15,6 +15,7 @@ from slime_backend.engine_client.errors import (
     EngineProtocolError,
     EngineRefused,
     EngineTimeout,
+    EngineUncalled,
     EngineUnreachable,
 )
 from slime_backend.engine_client.stream import AnswerStream
@@ -27,5 +28,6 @@ __all__ = [
     "EngineProtocolError",
     "EngineRefused",
     "EngineTimeout",
+    "EngineUncalled",
     "EngineUnreachable",
 ]

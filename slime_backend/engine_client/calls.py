@@ -11,6 +11,7 @@ from slime_backend.engine_client.errors import (
     EngineRefused,
     EngineTimeout,
     EngineUnreachable,
+    no_answer,
     one_line,
     refused,
 )
@@ -75,7 +76,7 @@ class EngineCalls:
         except TimeoutError as error:
             raise EngineTimeout(self.name, what, f"no answer within {seconds:g} s") from error
         except ConnectionError as error:
-            raise EngineUnreachable(self.name, what, str(error)) from error
+            raise no_answer(self.name, what, error) from error
         raw = self._keys.explained(status, path, raw)
         if status >= 400:
             raise refused(self.name, what, status, raw, retry_after)

@@ -17,7 +17,7 @@ from slime_backend.engine_client.errors import (
     EngineProtocolError,
     EngineRefused,
     EngineTimeout,
-    EngineUnreachable,
+    no_answer,
     one_line,
     refused,
 )
@@ -208,4 +208,4 @@ class EngineClient(EngineCalls):
         except TimeoutError as error:
             raise EngineTimeout(self.name, what, f"nothing within {self.deadlines.generate:g} s") from error
         except ConnectionError as error:
-            raise EngineUnreachable(self.name, what, str(error)) from error
+            raise no_answer(self.name, what, error) from error

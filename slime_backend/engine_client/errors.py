@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slime_backend.engine_client.local_errors import LocalResourceError, NoConnection
 from slime_backend.errors import EngineFault
 
 BUSY_STATUSES = frozenset({408, 425, 429})  # request timeout, too early, too many requests: nobody's fault
@@ -31,11 +32,23 @@ class EngineError(EngineFault, RuntimeError):
 
 
 class EngineUnreachable(EngineError):
-    """No connection, or it broke. A request that was already sent may have taken effect."""
+    """No connection, or it broke. A request that was already sent may have taken effect.
+
+    `reached`: whether it may have been; False where there was no connection to send it on.
+    """
+
+    reached = True
 
 
 class EngineTimeout(EngineError):
     """No answer within the deadline. The request may have taken effect, or may yet."""
+
+
+class EngineUncalled(EngineError):
+    """This process has no descriptor, memory or port left for a connection: the engine was not asked, and nothing is
+    known of it."""
+
+    took_effect = False
 
 
 class EngineRefused(EngineError):
@@ -66,6 +79,15 @@ class EngineRefused(EngineError):
 
 class EngineProtocolError(EngineError):
     """The engine answered something that isn't the wire contract."""
+
+
+def no_answer(engine: str, call: str, error: ConnectionError) -> EngineUncalled | EngineUnreachable:
+    """What a connection's failure says of the engine."""
+    if isinstance(error, LocalResourceError):
+        return EngineUncalled(engine, call, str(error))
+    unreachable = EngineUnreachable(engine, call, str(error))
+    unreachable.reached = not isinstance(error, NoConnection)
+    return unreachable
 
 
 def refused(engine: str, call: str, status: int, content: bytes | str, retry_after: str = "") -> EngineRefused:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from slime_backend.engine_client.connection import Connection, Head
+from slime_backend.engine_client.local_errors import LocalResourceError, NoConnection, is_local
 
 # uvicorn closes an idle connection after 5 s; a request sent at that moment would be lost.
 MAX_IDLE_S = 2.0
@@ -151,7 +152,12 @@ class HttpChannel:
             except _Unanswered:
                 if not repeatable:
                     raise
-        connection = await self._open()
+        try:
+            connection = await self._open()
+        except NoConnection as error:
+            if kept is None or isinstance(error, LocalResourceError):
+                raise
+            raise ConnectionError(str(error)) from error  # sent on the kept one, after which there was nobody
         return connection, await self._exchange(connection, sent, method)
 
     async def _exchange(self, connection: Connection, sent: bytes, method: str) -> Head:
@@ -203,7 +209,8 @@ class HttpChannel:
                 lambda: Connection(loop), self._host, self._port, ssl=self._secure or None
             )
         except OSError as error:
-            raise ConnectionError(f"no connection ({error.strerror or error})") from error
+            told = f"no connection ({error.strerror or error})"
+            raise (LocalResourceError(told) if is_local(error) else NoConnection(told)) from error
         return connection
 
     def close(self) -> None:

@@ -2,7 +2,9 @@
 
     alive   its schedulers report: whatever they say, also that they are paused
     busy    its HTTP process answers and its schedulers don't: a load holds them, or one long step
-    gone    nothing answers, its process has ended, or it has been busy for longer than a load may take
+    gone    nothing answers, its process has ended, or it has been busy for longer than a load may take; `ended` where
+            its connections are refused or break: its process is no more. Silence alone may be the network's
+    unseen  this process could not ask (no descriptor, no memory): nothing is known, and nothing is done
 
 SGLang's own /health isn't asked: it has a token generated, which no paused and no loading engine does (0.5.23,
 srt/entrypoints/http_server.py:723), so it fails after 20 s on an engine that lacks nothing. Reports come from the
@@ -18,11 +20,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from slime_backend.engine_client import EngineClient, EngineError, EngineProtocolError, EngineRefused
+from slime_backend.engine_client import (
+    EngineClient,
+    EngineError,
+    EngineProtocolError,
+    EngineRefused,
+    EngineUncalled,
+    EngineUnreachable,
+)
 from slime_backend.fleet.membership import Fleet, FleetError, Member, recognise
 from slime_backend.wire import SchedulerReport
 
-Life = Literal["alive", "busy", "gone"]
+Life = Literal["alive", "busy", "gone", "unseen"]
 LOOKS, LOOK_S, PAUSE_S = 3, 2.5, 0.2  # an engine is gone once it has missed so many looks, each of so many seconds
 
 
@@ -33,6 +42,7 @@ class Look:
     life: Life
     reports: tuple[SchedulerReport, ...] = ()  # empty unless it is alive and has our plugin
     seen: str = ""  # why there are none
+    ended: bool = False  # its process has: what was in flight on it may have ended it
 
 
 async def look(client: EngineClient, *, looks: int = LOOKS, process_alive: Callable[[], bool] | None = None) -> Look:
@@ -46,15 +56,22 @@ async def look(client: EngineClient, *, looks: int = LOOKS, process_alive: Calla
         if attempt:
             await asyncio.sleep(PAUSE_S)
         if process_alive is not None and not process_alive():
-            return Look("gone", seen="its process has ended")
+            return Look("gone", seen="its process has ended", ended=True)
         try:
             return Look("alive", tuple(await client.reports(deadline=deadline)))
         except EngineProtocolError as error:
             return Look("alive", seen=str(error))
+        except EngineUncalled as error:
+            return Look("unseen", seen=str(error))
         except EngineError as error:
-            if await _server_answers(client, deadline):
+            try:
+                await _ask_server(client, deadline)
+            except EngineUncalled as uncalled:
+                return Look("unseen", seen=str(uncalled))
+            except EngineError as silent:
+                found = Look("gone", seen=str(error), ended=isinstance(silent, EngineUnreachable))
+            else:
                 return _busy(client, str(error))
-            found = Look("gone", seen=str(error))
     return found
 
 
@@ -68,14 +85,13 @@ def _busy(client: EngineClient, seen: str) -> Look:
     return Look("busy", seen=seen)
 
 
-async def _server_answers(client: EngineClient, deadline: float) -> bool:
+async def _ask_server(client: EngineClient, deadline: float) -> None:
+    """Raises EngineError where the HTTP process doesn't answer."""
     try:
         await client.call("GET", "/model_info", deadline=deadline, repeatable=True)
     except EngineRefused as error:
-        return not error.for_now  # 404 of an older SGLang, which has another name for it; 502 of a proxy is no answer
-    except EngineError:
-        return False
-    return True
+        if error.for_now:  # 404 is an older SGLang, which has another name for it; 502 of a proxy is no answer
+            raise
 
 
 async def check(fleet: Fleet, member: Member, seen: str) -> Life:
@@ -89,7 +105,7 @@ async def check(fleet: Fleet, member: Member, seen: str) -> Life:
     if member.held or member.status == "retired" or member.gone is not known or known.is_set():
         return found.life  # somebody else has decided meanwhile
     if found.life == "gone":
-        fleet.retire(member, f"it no longer answers: {seen}")
+        fleet.retire(member, f"it no longer answers: {seen}", ended=found.ended)
     elif found.life == "alive":
         await compare(fleet, member, found)
     return found.life

@@ -24,6 +24,7 @@ from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.errors import ReefError, UsageError
 from slime_backend.evidence import named_ranks, why_ranks_missing
 from slime_backend.fleet.kv_holders import unhandled
+from slime_backend.fleet.quarantine import End, Quarantine
 from slime_backend.policy import Policy, check_radix_setting
 from slime_backend.wire import ACTIVE, SchedulerReport
 
@@ -53,6 +54,12 @@ class EngineUnfit(FleetError):
     """A live engine's own report doesn't fit the policy."""
 
 
+class Confirmation(asyncio.Event):
+    """Set once what was confirmed is so no longer. `end`: because the engine's process has ended."""
+
+    end: End | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """One engine as the fleet knows it."""
@@ -67,7 +74,7 @@ class Member:
     held: bool = False  # a publication has it between look and resume: that transaction alone retires it
     # Set once what was confirmed is so no longer; a confirmation replaces it. A request keeps the one that it was sent
     # under, so that it can't take a later confirmation for its own.
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: Confirmation = field(default_factory=Confirmation)
 
     @property
     def name(self) -> str:
@@ -88,6 +95,7 @@ class Fleet:
     # an engine with unknown weights. Must not raise.
     withdraw: Callable[[Member], Awaitable[None]] | None = None
     wait_s: float = 60.0  # how long a request waits while no engine can take it
+    quarantine: Quarantine = field(default_factory=Quarantine)
     # Two publications at once would interleave their pauses and loads.
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     returning: asyncio.Future[None] | None = None  # an offer of admission to the retired ones, under way
@@ -126,12 +134,18 @@ class Fleet:
         if instances is not None:
             member.instances = frozenset(instances)
         if member.gone.is_set():
-            member.gone = asyncio.Event()
+            member.gone = Confirmation()
         self._notify()
 
-    def retire(self, member: Member, reason: str) -> None:
-        """Take an engine out of routing; it stays listed with the reason until it is admitted again."""
+    def retire(self, member: Member, reason: str, *, ended: bool = False) -> None:
+        """Take an engine out of routing; it stays listed with the reason until it is admitted again. `ended`: its
+        process has, so that what was in flight may be why."""
+        if member.status != "retired":
+            log.warning("%s is retired: %s", member.name, reason)
         member.status, member.reason = "retired", reason
+        # Only of a confirmation that still held: what was retired for another reason didn't end by its requests.
+        if ended and not member.gone.is_set():
+            member.gone.end = End()
         member.gone.set()
         self._notify()
 
@@ -139,6 +153,7 @@ class Fleet:
         """Take an engine out of routing that isn't what was confirmed; the next publication takes it along."""
         if member.status == "retired":
             return
+        log.warning("%s is taken out of routing: %s", member.name, reason)
         member.status, member.version, member.reason = "joining", None, reason
         member.gone.set()
         self._notify()

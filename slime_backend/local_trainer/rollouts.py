@@ -20,7 +20,7 @@ from typing import Any
 
 from slime_backend.config import TaskConfig
 from slime_backend.fleet import Fleet
-from slime_backend.fleet.dispatch import generate
+from slime_backend.fleet.dispatch import RequestQuarantined, generate
 from slime_backend.ledger.writer import Ledger
 from slime_backend.local_trainer.task import Question, Task, prompt_ids, shared_prompt_length
 from slime_backend.provenance.errors import RecordError
@@ -171,11 +171,15 @@ class RolloutWorker:
             **({"stop_token_ids": [self.tokenizer.eos_token_id]} if self.task.stop_at_end else {}),
             **self._anchors(),
         }
-        answer = await generate(
-            self.fleet,
-            {"input_ids": ids, "return_logprob": True, "sampling_params": sampling},
-            on_retry=self._count_retry,
-        )
+        try:
+            answer = await generate(
+                self.fleet,
+                {"input_ids": ids, "return_logprob": True, "sampling_params": sampling},
+                on_retry=self._count_retry,
+            )
+        except RequestQuarantined as error:
+            self._note_unusable(receipt, group, str(error), {})
+            return None
         try:
             record = RolloutRecord.from_answer(
                 answer.body,

@@ -104,7 +104,7 @@ async def gateway_on(tmp_path, *texts, engines=2, sharing="retract", end=True, u
             settings = GatewayConfig(port=0, **(config or {}))
             async with (
                 running_gateway(settings, fleet, model, store, tmp_path / "run") as gateway,
-                serving(make_app(gateway), "127.0.0.1", 0) as base,
+                serving(make_app(gateway), "127.0.0.1", 0, gateway.connections) as base,
             ):
                 yield Client(base), gateway, fakes
 

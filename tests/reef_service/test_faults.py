@@ -122,23 +122,50 @@ def test_a_client_that_leaves_the_gate_leaves_nothing(tmp_path, run_async):
     assert inside == 0
 
 
-def test_an_engine_that_dies_in_a_stream_is_not_seen_by_the_client(tmp_path, run_async):
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_during_which_an_engine_ends_is_sent_to_no_other(tmp_path, run_async, stream):
+    """It may be why. The client learns it, and isn't asked to send it again; the same request is not let in again."""
+
     async def work():
         async with gateway_on(tmp_path, token_s=0.01) as (client, gateway, engines):
-            reader, _ = await client.send("POST", "/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 60})
-            await reader.readuntil(b"chat.completion.chunk")
-            await reader.readuntil(b"chat.completion.chunk")
+            body = {**CHAT, "stream": stream, "max_tokens": 60}
+            reader, _ = await client.send("POST", "/v1/chat/completions", body)
+            await until(lambda: any(r.sampled for e in engines for r in e.ranks[0].requests))
             victim = next(e for e in engines if e.bodies)
             await victim.stop()
-            events, done = await read_stream(reader)
-            reef = next(e["reef"] for e in events if "reef" in e)
-            return done, reef, await gateway.store.turn(reef["receipt"]), gateway.fleet.retired()
+            answer = (await reader.read()).decode()
+            again = await client.call("POST", "/v1/chat/completions", body)
+            other = await client.post("/v1/chat/completions", {**body, "max_tokens": 3, "stream": False})
+            (_, metrics), (_, state) = await client.get("/metrics"), await client.get("/reef/state")
+            counts = await gateway.store.counts()
+            bodies = [[b["sampling_params"]["max_new_tokens"] for b in e.bodies] for e in engines]
+            return answer, again, other, bodies, metrics, state, counts
 
-    done, reef, turn, retired = run_async(work())
-    assert done
-    assert len(retired) == 1
-    assert (reef["state"], reef["class"]) == ("spliced", None)
-    assert (turn["attempts"], len(turn["output_ids"])) == (2, 60)
+    answer, again, other, bodies, metrics, state, counts = run_async(work())
+    assert "ended during this request" in answer
+    if not stream:
+        assert answer.startswith("HTTP/1.1 502 ")
+        assert "x-should-retry: false" in answer
+    assert (again[0], again[1]["error"]["code"], again[2]["x-should-retry"]) == (422, "quarantined", "false")
+    assert other[0] == 200
+    assert sorted(bodies) == [[3], [60]]
+    assert "reef_quarantined_total 1.0" in metrics
+    assert "reef_quarantine_refused_total 1.0" in metrics
+    assert (state["quarantine"]["count"], len(state["quarantine"]["latest"])) == (1, 1)
+    assert counts["states"] == {"failed": 2, "complete": 1}
+
+
+def test_negative_control_without_the_quarantine_one_request_ends_every_engine(tmp_path, run_async, monkeypatch):
+    async def work(directory):
+        async with gateway_on(directory, engines=3) as (client, _, engines):
+            for engine in engines:
+                engine.faults["/generate"] = ["die"] * 8
+            status, _ = await client.post("/generate", {"text": "x"})
+            return status, sum(e.dead for e in engines)
+
+    assert run_async(work(tmp_path / "with")) == (502, 1)
+    monkeypatch.setattr("slime_backend.fleet.membership.End", lambda: None)
+    assert run_async(work(tmp_path / "without")) == (503, 3)
 
 
 def test_with_no_engine_left_it_is_503_and_the_record_says_so(tmp_path, run_async):

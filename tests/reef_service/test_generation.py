@@ -9,7 +9,7 @@ import pytest
 from reef_service.data_plane.generation import Generation
 from slime_backend.engine_client import EngineRefused
 from slime_backend.fleet import FleetError
-from slime_backend.fleet.dispatch import RequestLost
+from slime_backend.fleet.dispatch import RequestLost, RequestQuarantined
 from slime_backend.publication import publish
 from slime_backend.simulation.transport import NameTransport
 from tests.fake_fleet import fake_fleet
@@ -82,8 +82,8 @@ def test_a_publication_in_the_middle_of_a_stream_is_lived_through(run_async):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_engine_that_dies_is_replaced(run_async, stream):
-    """Streamed tokens are kept and gone on from; an answer that nobody has seen is made anew, whole."""
+def test_an_engine_that_is_silent_is_replaced(run_async, stream):
+    """Streamed tokens are kept and gone on from; an answer that nobody has seen is made again, complete."""
 
     async def work():
         async with fake_fleet(2) as (fleet, engines):
@@ -91,14 +91,13 @@ def test_an_engine_that_dies_is_replaced(run_async, stream):
             work = asyncio.create_task(finish(made))
             await until(lambda: samples(engines[0], made, stream))
             had = len(made.output_ids)
-            await engines[0].stop()
+            fleet.retire(fleet.members["engine0"], "it doesn't answer: nothing within 1 s")
             await work
-            return made, had, engines[1].bodies, fleet.retired()
+            return made, had, engines[1].bodies
 
-    made, had, bodies, retired = run_async(work())
+    made, had, bodies = run_async(work())
     assert len(made.output_ids) == len(made.logprobs) == 40
     assert (made.attempts, made.engine) == (2, "engine1")
-    assert "no longer answers" in retired["engine0"]
     assert made.spliced == stream
     if stream:
         sent = bodies[0]
@@ -106,6 +105,23 @@ def test_an_engine_that_dies_is_replaced(run_async, stream):
         assert sent["sampling_params"]["max_new_tokens"] == 40 - (len(sent["input_ids"]) - len(PROMPT))
     else:
         assert bodies[0]["input_ids"] == PROMPT
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_ends_is_not_replaced(run_async, stream):
+    async def work():
+        async with fake_fleet(2) as (fleet, engines):
+            made = generation(fleet, tokens=40, stream=stream)
+            work = asyncio.create_task(finish(made))
+            await until(lambda: samples(engines[0], made, stream))
+            await engines[0].stop()
+            with pytest.raises(RequestQuarantined, match="engine0 ended during this request"):
+                await work
+            return engines[1].bodies, fleet.retired(), fleet.quarantine.count
+
+    bodies, retired, count = run_async(work())
+    assert (bodies, count) == ([], 1)
+    assert "no longer answers" in retired["engine0"]
 
 
 def test_no_token_of_an_unconfirmed_engine_is_passed_on(run_async):
@@ -160,6 +176,35 @@ def test_an_abort_that_nobody_asked_for_is_not_an_answer(run_async):
 
     made = run_async(work())
     assert (len(made.output_ids), made.attempts, made.spliced) == (60, 2, True)
+
+
+@pytest.mark.parametrize(("status", "asked"), [(400, 1), (503, 2)])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_abort_that_says_the_request_is_wrong_is_a_refusal(run_async, stream, status, asked):
+    """As SGLang answers a grammar that it can't compile. With another status (the control) it is asked again."""
+
+    async def work():
+        async with fake_fleet(1) as (fleet, engines):
+            own, left = engines[0]._answer, [1]
+
+            def answer(mine, planned, end, sent=0):
+                found = own(mine, planned, end, sent)
+                if left and mine.done.is_set():
+                    left.pop()
+                    message = "Failed to compile ebnf grammar"
+                    found["meta_info"]["finish_reason"] = {"type": "abort", "message": message, "status_code": status}
+                return found
+
+            engines[0]._answer = answer
+            made = generation(fleet, tokens=3, stream=stream)
+            refusals = []
+            try:
+                await finish(made)
+            except EngineRefused as error:
+                refusals.append("Failed to compile" in error.seen)
+            return len(engines[0].bodies), refusals
+
+    assert run_async(work()) == (asked, [True] * (2 - asked))
 
 
 def test_a_wrong_request_is_refused_and_not_repeated(run_async):

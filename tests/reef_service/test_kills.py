@@ -59,7 +59,7 @@ class Load:
             step += 1
             lease = f"step-{step}-{random.random()}"
             try:
-                status, batch = await self.client.get(f"/reef/batches?limit=4&lease={lease}&lease_s=86400")
+                status, batch = await self.client.post("/reef/batches", {"limit": 4, "lease": lease, "lease_s": 86400})
                 if status != 200 or not batch["samples"]:
                     await asyncio.sleep(0.02)
                     continue

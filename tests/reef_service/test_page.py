@@ -38,7 +38,7 @@ async def busy_gateway(client, tmp_path, engines):
     for i in range(3):
         await client.post("/v1/chat/completions", CHAT, x_reef_session=f"s{i}")
     await client.post("/reef/report", {"id": "r", "score": 1, "session": "s1"})
-    batch = (await client.get("/reef/batches?limit=1"))[1]
+    batch = (await client.post("/reef/batches", {"limit": 1}))[1]
     await client.post(f"/reef/batches/{batch['lease']}/ack", {})
     engines[2].faults["/update_weights_from_disk"] = ["refuse"]
     await client.post("/reef/publications", {"version": "v2", "checkpoint": checkpoint(tmp_path, "v2")})

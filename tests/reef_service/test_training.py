@@ -15,9 +15,9 @@ def test_from_answer_to_acknowledged_sample(tmp_path, run_async):
     async def work():
         async with gateway_on(tmp_path, "yes") as (client, gateway, _):
             receipt = await scored(client, 1, 0.25)
-            status, batch = await client.get("/reef/batches?limit=8&holder=me")
+            status, batch = await client.post("/reef/batches", {"limit": 8, "holder": "me"})
             assert status == 200
-            assert (await client.get("/reef/batches"))[1]["samples"] == []
+            assert (await client.post("/reef/batches", {}))[1]["samples"] == []
             acked = await client.post(f"/reef/batches/{batch['lease']}/ack", {})
             again = await client.post(f"/reef/batches/{batch['lease']}/ack", {})
             return receipt, batch, acked, again, gateway.plane.tokenizer
@@ -44,8 +44,8 @@ def test_lag_counts_successful_publications(tmp_path, run_async):
                 body = {"version": name, "checkpoint": checkpoint(tmp_path, name)}
                 assert (await client.post("/reef/publications", body))[0] == 200
             await scored(client, 2)
-            fresh = (await client.get("/reef/batches?max_version_lag=1"))[1]["samples"]
-            old = (await client.get("/reef/batches?max_version_lag=2"))[1]["samples"]
+            fresh = (await client.post("/reef/batches", {"max_version_lag": 1}))[1]["samples"]
+            old = (await client.post("/reef/batches", {"max_version_lag": 2}))[1]["samples"]
             return fresh, old
 
     fresh, old = run_async(work())
@@ -58,9 +58,9 @@ def test_groups_and_classes_and_scores(tmp_path, run_async):
         async with gateway_on(tmp_path, "yes") as (client, _, _):
             for i, group in enumerate(("q", "q", "z")):
                 await scored(client, i, i / 2, x_reef_group=group)
-            whole = (await client.get("/reef/batches?group_size=2"))[1]
-            none = (await client.get("/reef/batches?rollout_class=carried"))[1]
-            high = (await client.get("/reef/batches?min_score=0.9"))[1]
+            whole = (await client.post("/reef/batches", {"group_size": 2}))[1]
+            none = (await client.post("/reef/batches", {"rollout_class": ["carried"]}))[1]
+            high = (await client.post("/reef/batches", {"min_score": 0.9}))[1]
             return whole, none, high
 
     whole, none, high = run_async(work())
@@ -73,9 +73,9 @@ def test_a_trainer_that_asks_again_gets_the_same_batch(tmp_path, run_async):
     async def work():
         async with gateway_on(tmp_path, "yes") as (client, _, _):
             await scored(client, 1)
-            first = (await client.get("/reef/batches?lease=step-1"))[1]
+            first = (await client.post("/reef/batches", {"lease": "step-1"}))[1]
             await scored(client, 2)
-            again = (await client.get("/reef/batches?lease=step-1"))[1]
+            again = (await client.post("/reef/batches", {"lease": "step-1"}))[1]
             released = await client.post("/reef/batches/step-1/release", {})
             gone = await client.post("/reef/batches/step-1/ack", {})
             return first, again, released, gone
