@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")])
 LINK = re.compile(r"\]\((?!https?://)([^)\s]+)\)")
-PACKAGES = (ROOT / "slime_backend", ROOT / "reef_service")
+PACKAGES = tuple(
+    ROOT / name for name in ("slime_backend", "slime_backend/slime_hooks", "slime_backend/report", "reef_service")
+)
 MOVED = (ROOT / "slime_backend" / "ledger").is_dir()
 
 
