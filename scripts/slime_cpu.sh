@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run slime on this machine's CPU with a tiny model, from nothing to the last publication (docs/slime-cpu.md).
+# Run slime on this machine's CPU with a tiny model, from nothing to the last publication (docs/slime/cpu.md).
 #   scripts/slime_cpu.sh [FLAG...]      more flags of slime, Megatron-core, SGLang (--sglang-*) or ours; the last wins
 # Variables:
 #   SLIME_SRC   a slime checkout; or run this where `import slime` works

@@ -1,6 +1,6 @@
-"""The table of docs/slime-compatibility.md: slime version x SGLang version x path, from runs that were made.
+"""The table of docs/slime/compatibility.md: slime version x SGLang version x path, from runs that were made.
 
-    python scripts/slime_runs.py run PATH -- COMMAND...     run it and note the outcome in docs/slime-runs.jsonl
+    python scripts/slime_runs.py run PATH -- COMMAND...     run it and note the outcome in docs/slime/runs.jsonl
     python scripts/slime_runs.py render                     write the table anew
     python scripts/slime_runs.py check                      exit code 1 where the page isn't what `render` would write
 
@@ -25,8 +25,8 @@ from typing import Any
 from slime_backend.slime_hooks.contract.symbols import make_contract
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNS = ROOT / "docs" / "slime-runs.jsonl"
-PAGE = ROOT / "docs" / "slime-compatibility.md"
+RUNS = ROOT / "docs" / "slime" / "runs.jsonl"
+PAGE = ROOT / "docs" / "slime" / "compatibility.md"
 BEGIN, END = "<!-- table: scripts/slime_runs.py render -->", "<!-- end of table -->"
 
 PATHS = {

@@ -1,7 +1,7 @@
 """Recompute rollouts' log-probs under the versions that they claim, and name every one that doesn't hold.
 
 In fp32 an honest engine differs by about 1e-6; by how much a fault does depends on the step between two versions:
-docs/provenance.md, "The audit at scale". `audit_run` audits a run that is there, audit_follow.py one that goes on.
+docs/audit.md. `audit_run` audits a run that is there, audit_follow.py one that goes on.
 """
 
 from __future__ import annotations

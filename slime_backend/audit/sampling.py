@@ -8,7 +8,7 @@ The audit first takes rollouts that lived through a publication, then draws at r
 the chance here is that of the draw from the rest: contamination that the first part hits only makes it better.
 
 It is the chance to check a contaminated rollout. That its log-probs then differ by more than the tolerance is another
-matter: docs/provenance.md, "The audit at scale". Pure: no I/O, no torch.
+matter: docs/audit.md. Pure: no I/O, no torch.
 """
 
 from __future__ import annotations

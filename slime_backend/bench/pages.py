@@ -39,7 +39,7 @@ reef-slime bench NAME --write docs/benchmarks
 
 The peer and ours run in the same run and in turns, warmed up; a figure is the median, in brackets the middle half of
 the rounds. "times better" is the ratio of the costs (or of the speeds). Rows that missed their goal stay in. What it
-means at other sizes: [scale.md](../scale.md).
+means at other sizes: [scale.md](scale.md).
 
 | bench | what | goals met | measured |
 | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""slime and Megatron-core on a CPU: debug a slime job on a machine without a GPU (docs/slime-cpu.md).
+"""slime and Megatron-core on a CPU: debug a slime job on a machine without a GPU (docs/slime/cpu.md).
 
     SLIME_ACCELERATOR=cpu python -m slime_backend.slime_hooks.train ...
 

@@ -66,7 +66,7 @@ class RequestTrace:
     def admit(self, admission: Admission, sampled: int) -> None:
         """The request holds no KV and is about to be prefilled: prompt and the `sampled` tokens again.
 
-        The radix prefix it matched is claimed to be of the current epoch (docs/engine-plugin.md, "What is claimed").
+        The radix prefix it matched is claimed to be of the current epoch (docs/provenance.md, "What is claimed").
         """
         if sampled < self._segment_start:  # SGLang drops the tokens of a retracted request with input embeddings
             self._truncate(sampled)

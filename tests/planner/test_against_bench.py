@@ -1,7 +1,7 @@
 """The planner beside measurements on real engines: docs/benchmarks/modes.json, from `reef-slime bench modes`.
 
 The engine's speeds and one mode's standstill are taken from the file; throughput, prefilled tokens and lag of every
-mode are predicted. A prediction that is off by more than a fifth is named here, and counted in docs/planner.md; one
+mode are predicted. A prediction that is off by more than a fifth is named here, and counted in docs/benchmarks/planner.md; one
 that is not named fails, and so does a name that is no longer true.
 """
 
@@ -47,7 +47,7 @@ def test_predictions_are_within_a_fifth_but_for_those_that_are_named(cells):
 
 
 def test_what_is_named_is_in_the_documentation(cells):
-    text = (ROOT / "docs" / "planner.md").read_text()
+    text = (ROOT / "docs" / "benchmarks" / "planner.md").read_text()
     close = sum(c.close for c in cells)
     assert f"{close} of {len(cells)} predictions are within {CLOSE:.0%}" in text
 

@@ -55,7 +55,7 @@ def stored_size(record: RolloutRecord, run_dir) -> int:
 
 @pytest.mark.parametrize(("mode", "most"), [(KEPT, 9), (TAKEN, 6)])
 def test_a_record_without_tokens_is_under_two_kib(tmp_path, mode, most):
-    """The figures of docs/provenance.md, and where they end."""
+    """The figures of docs/benchmarks/ledger.md, and where they end."""
     sizes = {n: stored_size(crossing(n, mode), tmp_path / str(n)) for n in (0, 1, 3, most, most + 2)}
     print(mode, sizes)
     assert sizes[most] < LIMIT < sizes[most + 2]

@@ -33,7 +33,7 @@ def test_the_chance_by_listing_every_draw():
 
 
 def test_one_in_ten_thousand_by_hand():
-    """ln 0.01 / ln 0.9999 = 46049.4: the figure of docs/runs.md."""
+    """ln 0.01 / ln 0.9999 = 46049.4: the figure of docs/audit.md."""
     assert sample_size(10_000) == 46_050
     assert sample_size(1) == 1
     assert 1 - 0.9999**46_050 >= 0.99 > 1 - 0.9999**46_049

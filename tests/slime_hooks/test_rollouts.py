@@ -261,7 +261,7 @@ def test_the_documented_metrics_are_those_that_are_logged(tmp_path, fake_slime):
     groups = [[sample("1"), sample("1", index=1)]]
     generate(args, 0, groups)
     rollouts.log_rollouts(0, args, groups[0], {}, 1.0)
-    page = (Path(__file__).resolve().parents[2] / "docs" / "slime.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "slime" / "use.md").read_text()
     table = page.partition("## Metrics")[2].partition("## Sliding")[0]
     documented = set(re.findall(r"`(reef/\w+)`", table.partition("With `correct`")[0]))
     assert documented == {name for name in fake_slime[0] if name.startswith("reef/")}

@@ -202,7 +202,7 @@ def _must_take(function: Any, where: str, *names: str) -> None:
     if missing:
         raise ImportError(
             f"{where} takes {', '.join(found)} and no longer {', '.join(missing)}: this slime is not one that "
-            "reef-slime knows; see docs/slime-compatibility.md"
+            "reef-slime knows; see docs/slime/compatibility.md"
         )
 
 
