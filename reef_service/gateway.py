@@ -29,7 +29,7 @@ from reef_service.text.tokenizer import ModelTokenizer
 from reef_service.watch import Watch
 from slime_backend.config import ConfigError
 from slime_backend.engine_client import Deadlines, EngineClient
-from slime_backend.engine_keys import EngineKeys
+from slime_backend.engine_client.keys import EngineKeys
 from slime_backend.fleet import EngineUnfit, Fleet, FleetError, admit
 from slime_backend.policy import Policy
 from slime_backend.run_files import RunDir

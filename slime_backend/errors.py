@@ -28,3 +28,11 @@ class EngineFault(ReefError):
     def __init__(self, engine: str, seen: str, status: int | None = None, *, doing: str = "") -> None:
         super().__init__(": ".join(filter(None, (engine, doing, seen))))
         self.engine, self.seen, self.status = engine, seen, status
+
+
+class RunError(ReefError, RuntimeError):
+    """The run can't start or go on; one line."""
+
+
+class RunMisused(UsageError, RunError):
+    """What the command names isn't there: a run to go on with, a model."""

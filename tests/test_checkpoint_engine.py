@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from slime_backend.engine_client import EngineClient
-from slime_backend.engine_keys import EngineKeys
+from slime_backend.engine_client.keys import EngineKeys
 from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import decide

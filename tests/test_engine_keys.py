@@ -13,7 +13,7 @@ import pytest
 from slime_backend.cli.engines import publish_checkpoint
 from slime_backend.config import ConfigError, load_config
 from slime_backend.engine_client import EngineClient, EngineRefused
-from slime_backend.engine_keys import EngineKeys, KeyMissing, keys_in_flags, read_keys, without_keys
+from slime_backend.engine_client.keys import EngineKeys, KeyMissing, keys_in_flags, read_keys, without_keys
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import decide
 from slime_backend.publication import publish

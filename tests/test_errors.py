@@ -13,18 +13,17 @@ import reef_service
 import slime_backend
 from slime_backend.config import ConfigError
 from slime_backend.engine_client import EngineError, EngineRefused
-from slime_backend.errors import EngineFault, ReefError, UsageError
+from slime_backend.errors import EngineFault, ReefError, RunError, RunMisused, UsageError
 from slime_backend.fleet.membership import VersionTaken, VersionUnnamed
 from slime_backend.planner.measured import MeasurementsMissing
 from slime_backend.planner.traffic import PlanError
 from slime_backend.policy import PolicyError
 from slime_backend.publication import NotConfirmed
-from slime_backend.runs import RunError, RunMisused
 from slime_backend.transports import TransportError
 
 # Inside SGLang's processes nothing of ours but the plugin and wire.py is imported; whoever calls them says it in a
 # ReefError. _Unanswered never leaves its module.
-APART = {"UnknownHookError", "AnchorError", "WireError", "_Unanswered"}
+APART = {"UnknownHookError", "AnchorError", "WireError", "_Unanswered", "Refused"}
 
 
 def error_classes() -> Iterator[type[BaseException]]:

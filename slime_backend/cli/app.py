@@ -324,7 +324,7 @@ def doctor(
 
 
 def _keys(api_variable: str, admin_variable: str) -> Any:
-    from slime_backend.engine_keys import KeyMissing, read_keys
+    from slime_backend.engine_client.keys import KeyMissing, read_keys
 
     try:
         return read_keys(api_variable, admin_variable)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slime_backend.engine_client import Deadlines, EngineClient
-from slime_backend.engine_keys import EngineKeys
+from slime_backend.engine_client.keys import EngineKeys
 from slime_backend.fleet import Fleet, VersionTaken, admit
 from slime_backend.fleet.doctor import Diagnosis, diagnose
 from slime_backend.fleet.membership import check_named

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from slime_backend.config.errors import ConfigError
 from slime_backend.config.section import Section
 from slime_backend.engine_client import Deadlines
-from slime_backend.engine_keys import EngineKeys, KeyMissing, keys_in_flags, read_keys
+from slime_backend.engine_client.keys import EngineKeys, KeyMissing, keys_in_flags, read_keys
 from slime_backend.engine_plugin import check_names
 from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.policy import Policy

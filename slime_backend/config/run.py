@@ -17,7 +17,7 @@ from slime_backend.config.section import Section
 from slime_backend.config.task import TaskConfig
 from slime_backend.config.tracking import TrackingConfig
 from slime_backend.config.trainer import TrainerConfig
-from slime_backend.engine_keys import without_keys
+from slime_backend.engine_client.keys import without_keys
 from slime_backend.policy import Policy, check_radix_setting
 
 

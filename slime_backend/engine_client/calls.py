@@ -17,7 +17,7 @@ from slime_backend.engine_client.errors import (
 )
 from slime_backend.engine_client.http import HttpChannel
 from slime_backend.engine_client.json_text import loads
-from slime_backend.engine_keys import EngineKeys
+from slime_backend.engine_client.keys import EngineKeys
 
 SERVER_PATHS = frozenset({"/model_info", "/get_model_info"})  # answered without the schedulers
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from slime_backend.errors import RunError
 from slime_backend.run_files import RunDir, replace_file
 from slime_backend.run_files.directory import remove_weights
 from slime_backend.run_files.replace import remove_partials
 from slime_backend.run_files.rows import sound_rows
-from slime_backend.runs import RunError
 from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit, check_same_config
 
 

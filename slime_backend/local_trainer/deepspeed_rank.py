@@ -6,8 +6,8 @@ import sys
 
 import torch.distributed as dist
 
+from slime_backend.errors import RunError
 from slime_backend.local_trainer.deepspeed_trainer import HOST, RankSettings, TrainerRank
-from slime_backend.runs import RunError
 
 
 def main() -> None:

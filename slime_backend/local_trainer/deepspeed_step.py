@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_backend.errors import RunError
 from slime_backend.local_trainer.grpo import (
     GrpoConfig,
     Sample,
@@ -27,7 +28,6 @@ from slime_backend.local_trainer.grpo import (
     step_metrics,
 )
 from slime_backend.local_trainer.shared_prefix import SharedPrefix
-from slime_backend.runs import RunError
 from slime_backend.tracking.columns import StepMetrics
 
 

@@ -29,11 +29,11 @@ from pydantic import BaseModel
 
 from slime_backend.config import TrainerConfig
 from slime_backend.engine_process import guard as engine_guard
+from slime_backend.errors import RunError
 from slime_backend.local_trainer.checkpoint import save_trainer_state, version_name
 from slime_backend.local_trainer.deepspeed_step import deepspeed, deepspeed_step, make_deepspeed_engine
 from slime_backend.local_trainer.grpo import GrpoConfig, Sample
 from slime_backend.run_files import RunDir
-from slime_backend.runs import RunError
 from slime_backend.simulation import models
 from slime_backend.tracking.columns import StepMetrics
 from slime_backend.weight_sources.deepspeed_zero import DeepSpeedZeroSource

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from slime_backend.config import EnginesConfig, TrainerConfig
-from slime_backend.runs import RunError
+from slime_backend.errors import RunError
 
 COUNT_S = 120.0  # importing torch on a busy machine
 # Flags whose product is the number of an engine's GPUs.

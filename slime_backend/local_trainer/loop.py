@@ -23,6 +23,7 @@ import torch
 from slime_backend.audit import follow as audit_follow
 from slime_backend.audit.audit import AuditResult, Violation, audit_run
 from slime_backend.config import AuditConfig, ModelConfig, RunConfig
+from slime_backend.errors import RunError, RunMisused
 from slime_backend.fleet import Fleet
 from slime_backend.ledger.lock import describe_holder, lock_run
 from slime_backend.local_trainer.audit_beside import AuditBeside
@@ -50,7 +51,7 @@ from slime_backend.report.write import report_at_the_end
 from slime_backend.run_files import RunDir
 from slime_backend.run_files.jsonl import JsonlWriter
 from slime_backend.run_files.rows import policy_of, sound_rows
-from slime_backend.runs import RunError, RunMisused, is_used, new_run_dir, remove_unbegun
+from slime_backend.run_files.runs import is_used, new_run_dir, remove_unbegun
 from slime_backend.simulation import models
 from slime_backend.tracking.alerts import audit_alerts, gap_alerts, publication_alerts
 from slime_backend.tracking.columns import StepMetrics

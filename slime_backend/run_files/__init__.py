@@ -4,6 +4,7 @@
     replace.py     a file or a directory is written under another name and renamed
     jsonl.py       append-only files of one JSON object per line
     damage.py      what a reading had to leave out
+    runs.py        where a new run goes
     rows.py        the rows of these files, with what each must have
 
 Imports nothing of ours but the errors and policy.py.

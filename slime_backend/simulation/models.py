@@ -26,8 +26,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from slime_backend.errors import RunError
 from slime_backend.run_files import new_directory
-from slime_backend.runs import RunError
 from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit, read_checkpoint
 
 transformers_logging.disable_progress_bar()  # it would tear the bars of a run

@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from slime_backend.runs import RunError
+from slime_backend.errors import RunError
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes; safetensors' own limit

@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from slime_backend.runs import RunError
+from slime_backend.errors import RunError
 from slime_backend.weight_sources.buckets import BUCKET_BYTES, in_groups
 from slime_backend.weight_sources.checkpoint import read_shapes, write_checkpoint
 

@@ -17,8 +17,8 @@ import sys
 import psutil
 
 from slime_backend.config import make_config
+from slime_backend.errors import RunError
 from slime_backend.local_trainer import loop
-from slime_backend.runs import RunError
 from tests.local_trainer.fake_runs import fake_fleet
 from tests.processes import below_with
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slime_backend.config import ConfigError, make_config
-from slime_backend.runs import RunError
+from slime_backend.errors import RunError
 from slime_backend.simulation.models import load_model
 from tests.needs import needs_deepspeed
 

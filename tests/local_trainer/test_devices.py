@@ -9,10 +9,10 @@ import pytest
 
 from slime_backend.config import ConfigError, make_config
 from slime_backend.engine_process import ORIGINAL_LOGPROB, RUN_HOOKS, EngineSettings
+from slime_backend.errors import RunError
 from slime_backend.local_trainer import devices
 from slime_backend.local_trainer.devices import names_of, place
 from slime_backend.local_trainer.local_fleet import make_engines
-from slime_backend.runs import RunError
 from slime_backend.wire import HOOKS_VARIABLE
 
 CPU_ONLY_FLAGS = ("--disable-overlap-schedule", "torch_native", "--sleep-on-idle", "transformers")

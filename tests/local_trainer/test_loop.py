@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 from slime_backend.config import make_config
+from slime_backend.errors import RunError
 from slime_backend.local_trainer import loop
 from slime_backend.policy import decide
 from slime_backend.publication import EngineOutcome, PublicationReport
 from slime_backend.report import write
-from slime_backend.runs import RunError
 from slime_backend.tracking.tracker import Tracker
 from tests.provenance.examples import example
 

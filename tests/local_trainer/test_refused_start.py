@@ -10,9 +10,9 @@ import pytest
 
 from slime_backend.config import make_config
 from slime_backend.engine_process import EngineStartError
+from slime_backend.errors import RunError, RunMisused
 from slime_backend.local_trainer import loop
 from slime_backend.run_files import RunDir
-from slime_backend.runs import RunError, RunMisused
 from slime_backend.simulation.models import ModelError
 
 

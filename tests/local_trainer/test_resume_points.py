@@ -15,10 +15,10 @@ from dataclasses import asdict
 import pytest
 
 from slime_backend.config import RunConfig
+from slime_backend.errors import RunError
 from slime_backend.ledger.lock import lock_run
 from slime_backend.local_trainer import loop
 from slime_backend.run_files.jsonl import JsonlWriter, read_jsonl
-from slime_backend.runs import RunError
 from slime_backend.simulation.models import make_tiny_model
 from tests.local_trainer.fake_runs import STEPS, config_of, fake_fleet
 from tests.wandb_files import read_wandb

@@ -1,8 +1,8 @@
 """The planner beside measurements on real engines: docs/benchmarks/modes.json, from `reef-slime bench modes`.
 
 The engine's speeds and one mode's standstill are taken from the file; throughput, prefilled tokens and lag of every
-mode are predicted. A prediction that is off by more than a fifth is named here, and counted in docs/benchmarks/planner.md; one
-that is not named fails, and so does a name that is no longer true.
+mode are predicted. A prediction that is off by more than a fifth is named here, and counted in
+docs/benchmarks/planner.md; one that is not named fails, and so does a name that is no longer true.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How small a step between two versions may be for its faults to be found. Prints the table of docs/benchmarks/audit.md.
+"""How small a step between two versions may be for its faults to be found. Prints a table of docs/benchmarks/audit.md.
 
 No engine: what one would answer under each fault is scored by the reference, so an engine's own noise (up to 2e-6) is
 left out. tests/engine_plugin/test_audit_engine.py plants the same faults on a real engine, at one size of step.

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from slime_backend.engine_process import RUN_HOOKS, EngineSettings, LocalEngine, running_engines
-from tests.reef_service.test_gateway_engine import gateway_on_fleet
+from tests.reef_service.engine_gateway import gateway_on_fleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 REQUESTS = int(os.environ.get("REEF_FUZZ_REQUESTS", "300"))

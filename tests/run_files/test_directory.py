@@ -138,6 +138,7 @@ def test_what_is_written_under_another_name_and_renamed_stands_once():
         "writer.py",  # of the ledger: the rotation
         "lock.py",  # of the ledger: a holder that is gone
         "wandb_writer.py",  # W&B's directory
+        "supervisor.py",  # the log of an engine that ended, before it starts again
         "disk.py",  # filled and removed on threads
         "checkpoint.py",  # weight_sources: inside of what isn't complete yet
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime_backend.engine_process import ORIGINAL_LOGPROB
 from slime_backend.policy import PolicyError
-from slime_backend.runs import new_run_dir
+from slime_backend.run_files.runs import new_run_dir
 
 ROLLOUTS = "slime_backend.slime_hooks.rollouts"
 CORRECT = "slime_backend.slime_hooks.importance.correct"

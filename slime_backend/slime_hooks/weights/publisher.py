@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slime_backend.engine_client import Deadlines, EngineClient, EngineError, EngineProtocolError
-from slime_backend.engine_keys import EngineKeys, read_keys
+from slime_backend.engine_client.keys import EngineKeys, read_keys
 from slime_backend.event_loop import LoopThread
 from slime_backend.fleet import Fleet, FleetError, Member, admit
 from slime_backend.policy import Policy

@@ -5,16 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from slime_backend.errors import ReefError, UsageError
 from slime_backend.run_files import RunDir
-
-
-class RunError(ReefError, RuntimeError):
-    """The run can't start or go on; one line."""
-
-
-class RunMisused(UsageError, RunError):
-    """What the command names isn't there: a run to go on with, a model."""
 
 
 def is_used(run_dir: Path) -> bool:
