@@ -1,78 +1,51 @@
-"""Behind `reef-slime audit`: an audit of a run that is there or, with --follow, of one that goes on."""
+"""`reef-slime audit`: what is asked for; audit_run.py does it, and imports torch."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
+from typing import Annotated
 
-import torch
+import typer
 
-from slime_backend.audit.audit import Audit, AuditResult, audit_run
-from slime_backend.audit.follow import follow, save_fullest
-from slime_backend.cli.console import console_reporter
-from slime_backend.run_files import RunDir
-from slime_backend.simulation.models import load_model
-
-LOWEST_PRIORITY = 19
+from slime_backend.cli.options import AsJson, fail
 
 
-def audit_command(
-    run_dir: Path,
-    *,
-    rollouts: int | None,
-    tolerance: float,
-    one_in: int,
-    follow_until: tuple[float, float] | None,
-    as_json: bool,
-) -> bool:
-    """Audit, print, and say whether the verdict is clean. `follow_until`: (idle, deadline) in seconds."""
-    with console_reporter(quiet=as_json) as reporter:
+def audit(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
+    rollouts: Annotated[int | None, typer.Option(min=1, help="how many to check; default: all")] = None,
+    tolerance: Annotated[float, typer.Option(min=0.0, help="largest |difference of log-prob| that passes")] = 1e-4,
+    one_in: Annotated[
+        int, typer.Option(min=1, metavar="N", help="the contamination, one rollout in N, that it must be able to find")
+    ] = 20,
+    follow: Annotated[bool, typer.Option("--follow", help="beside a run that goes on: until it ends")] = False,
+    idle: Annotated[float, typer.Option(min=0, metavar="S", help="of --follow: end after S s without a rollout")] = 600,
+    deadline: Annotated[
+        float, typer.Option(min=0, metavar="S", help="of --follow: end S s after the run, checked or not")
+    ] = 600,
+    plan: Annotated[bool, typer.Option("--plan", help="only say how many rollouts must be checked, and stop")] = False,
+    probability: Annotated[float, typer.Option(metavar="P", help="of --plan: the chance to find a fault")] = 0.99,
+    as_json: AsJson = False,
+) -> None:
+    """Recompute rollouts' log-probs under the versions that they claim, and name each violation.
 
-        def progress(done: int, total: int) -> None:
-            reporter.progress("audit", done, total)
+    Exit code 1 unless the verdict is clean."""
+    if not run_dir.is_dir():
+        fail(f"no run directory {run_dir}", code=2)
+    if plan:
+        from slime_backend.cli.rollouts import print_plan
 
-        if follow_until is None:
-            result = audit_run(
-                run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in, progress=progress
-            )
-            _save(run_dir, result)
-        else:
-            # What the run needs comes first: one thread, and only when nobody else wants the core.
-            os.nice(LOWEST_PRIORITY)
-            torch.set_num_threads(1)
-            audit = Audit(run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in)
-            idle_s, deadline_s = follow_until
-            result = follow(run_dir, audit, idle_s=idle_s, deadline_s=deadline_s, progress=progress, keep=save_fullest)
-            _save(run_dir, result)
-    sys.stdout.write(json.dumps(result.to_json()) + "\n" if as_json else _lines(result))
-    return result.clean
+        if not 0 < probability < 1:
+            fail(f"--probability {probability:g} must lie between 0 and 1; certainty means checking all", code=2)
+        print_plan(run_dir, probability, as_json)
+        return
+    from slime_backend.cli.audit_run import audit_command
 
-
-def _save(run_dir: Path, result: AuditResult) -> None:
-    """For the report, where the run has no fuller audit. A run that can't be written to is audited all the same."""
-    try:
-        if not save_fullest(run_dir, result):
-            sys.stderr.write(f"{RunDir(run_dir).audit} is left as it is: it is of more rollouts\n")
-    except OSError as error:
-        sys.stderr.write(f"{RunDir(run_dir).audit} can't be written: {error.strerror}; the result stands here only\n")
-
-
-def _lines(result: AuditResult) -> str:
-    lines = [f"violation: {violation}" for violation in result.violations]
-    lines.append(
-        f"audited {result.rollouts} of {result.recorded} rollouts ({result.crossing} lived through a publication), "
-        f"{result.tokens} tokens: {len(result.violations)} violations, "
-        f"largest |log-prob difference| {result.max_abs_logprob_diff:.2g} (tolerance {result.tolerance:g})"
-    )
-    for kind, found in result.differences.items():
-        quantiles = ", ".join(f"{100 * float(share):g} %: {value:.1e}" for share, value in found["quantiles"].items())
-        lines.append(f"  {kind:<11}{found['tokens']:>9} tokens; {quantiles}")
-    if result.damaged:
-        lines.append(
-            f"{result.damaged} damaged lines or segments of the ledger can't be read; their rollouts aren't counted"
-        )
-        lines += [f"  {place}" for place in result.damaged_places]
-    lines.append(f"verdict: {result.verdict}")
-    return "\n".join(lines) + "\n"
+    if not audit_command(
+        run_dir,
+        rollouts=rollouts,
+        tolerance=tolerance,
+        one_in=one_in,
+        follow_until=(idle, deadline) if follow else None,
+        as_json=as_json,
+    ):
+        raise typer.Exit(1)

@@ -1,24 +1,121 @@
-"""Behind `reef-slime publish` and `reef-slime doctor`: running engines that somebody else started."""
+"""`reef-slime publish` and `reef-slime doctor`: running engines that somebody else started."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from slime_backend import event_loop
+from slime_backend.cli.options import (
+    AdminKeyEnv,
+    Allow,
+    ApiKeyEnv,
+    AsJson,
+    DeadlineS,
+    Engines,
+    Layout,
+    Sharing,
+    holders,
+    read_keys_of,
+)
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_client.keys import EngineKeys
 from slime_backend.fleet import Fleet, VersionTaken, admit
 from slime_backend.fleet.doctor import Diagnosis, diagnose
 from slime_backend.fleet.membership import check_named
-from slime_backend.policy import Policy
+from slime_backend.policy import Policy, decide
 from slime_backend.publication import PublicationReport, Step
 from slime_backend.publication import publish as run_publication
 from slime_backend.transports import CheckpointTransport
+
+
+def publish(
+    checkpoint: Annotated[Path, typer.Option(help="a Hugging Face checkpoint that the engines can read")],
+    version: Annotated[str, typer.Option(help="the name of the new weights")],
+    engine: Engines,
+    sharing: Sharing = "retract",
+    layout: Layout = "disjoint",
+    allow: Allow = None,
+    deadline_pause_s: DeadlineS = 15.0,
+    deadline_flush_s: DeadlineS = 30.0,
+    deadline_load_s: DeadlineS = 600.0,
+    deadline_control_s: DeadlineS = 10.0,
+    compare: Annotated[
+        bool, typer.Option(help="with the names, shapes and dtypes of the model that the engines were started with")
+    ] = True,
+    finite: Annotated[bool, typer.Option("--check-finite/--no-check-finite", help="read all of it for NaN")] = True,
+    api_key_env: ApiKeyEnv = "",
+    admin_api_key_env: AdminKeyEnv = "",
+    as_json: AsJson = False,
+) -> None:
+    """One verified publication to running engines. Exit code 1 if any engine isn't confirmed at the new version."""
+    policy = decide(layout, sharing)  # type: ignore[arg-type]
+    deadlines = Deadlines(deadline_pause_s, deadline_flush_s, deadline_load_s, deadline_control_s)
+    report = event_loop.run_until_signal(
+        publish_checkpoint(
+            policy,
+            engine,
+            checkpoint,
+            version,
+            holders(allow),
+            deadlines,
+            compare=compare,
+            finite=finite,
+            keys=read_keys_of(api_key_env, admin_api_key_env),
+        )
+    )
+    if as_json:
+        typer.echo(json.dumps(report.to_json()))
+    else:
+        print_report(report)
+    if report.unconfirmed:
+        raise typer.Exit(1)
+
+
+def doctor(
+    engine: Engines,
+    sharing: Sharing = "retract",
+    layout: Layout = "disjoint",
+    allow: Allow = None,
+    api_key_env: ApiKeyEnv = "",
+    admin_api_key_env: AdminKeyEnv = "",
+    as_json: AsJson = False,
+) -> None:
+    """Try pause, flush, scope and label on running SGLang servers; exit code 1 if the policy isn't safe on one."""
+    policy = decide(layout, sharing)  # type: ignore[arg-type]
+    diagnoses = event_loop.run_until_signal(
+        examine(engine, holders(allow), read_keys_of(api_key_env, admin_api_key_env))
+    )
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "policy": str(policy),
+                    "engines": [
+                        {
+                            "engine": d.engine,
+                            "unsafe": d.unsafe_for(policy),
+                            "findings": [asdict(f) for f in d.findings],
+                        }
+                        for d in diagnoses
+                    ],
+                }
+            )
+        )
+    else:
+        for diagnosis in diagnoses:
+            print_diagnosis(diagnosis, policy)
+    if any(d.unsafe_for(policy) for d in diagnoses):
+        raise typer.Exit(1)
 
 
 async def publish_checkpoint(

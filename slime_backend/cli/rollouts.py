@@ -1,4 +1,4 @@
-"""Behind `reef-slime rollouts` and `reef-slime audit --plan`: what a run's ledger holds, how much of it to check."""
+"""`reef-slime rollouts` and `reef-slime report`: what a run's ledger holds; and how much of it an audit must check."""
 
 from __future__ import annotations
 
@@ -7,17 +7,53 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from slime_backend.audit.sampling import Plan
+from slime_backend.cli.options import fail
 from slime_backend.ledger.files import read_records
 from slime_backend.ledger.index import Query
 from slime_backend.ledger.reader import open_reader
+from slime_backend.provenance.classes import CLASSES
 from slime_backend.provenance.drawing import draw
 from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.records import RolloutRecord
 
 DEFAULT_ROWS = 20
 RATES = (10, 100, 1000, 10_000)  # one contaminated rollout in so many
+
+
+def rollouts(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
+    receipt: Annotated[str | None, typer.Option(help="a receipt, or how it begins; one rollout is drawn")] = None,
+    session: Annotated[str | None, typer.Option(help="a session; in the local trainer a group, e.g. g00012")] = None,
+    version: Annotated[str | None, typer.Option(help="a version that sampled some of its tokens")] = None,
+    rollout_class: Annotated[
+        str | None, typer.Option("--class", metavar="CLASS", help="pure, recomputed, mixed or carried")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="how many to show; default 20, as JSON all")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON line per rollout, with tokens")] = False,
+) -> None:
+    """Look up rollouts in the ledger of a run, also while it is running. Exit code 1 if none matches."""
+    if not run_dir.is_dir():
+        fail(f"no run directory {run_dir}", code=2)
+    if rollout_class is not None and rollout_class not in CLASSES:
+        fail(f"--class {rollout_class} is unknown; there are {', '.join(CLASSES)}", code=2)
+    if not show_rollouts(run_dir, Query(receipt, session, version, rollout_class), limit, as_json):
+        fail(f"no rollout in {run_dir} matches")
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
+) -> None:
+    """Write RUN_DIR/report.html, a run to look at, and print its path. Reads only the files of the run."""
+    from slime_backend.report.write import write_report
+
+    if not run_dir.is_dir():
+        fail(f"no run directory {run_dir}", code=2)
+    typer.echo(write_report(run_dir))
 
 
 def show_rollouts(run_dir: Path, query: Query, limit: int | None, as_json: bool) -> int:
