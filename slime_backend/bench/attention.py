@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from slime_backend.bench.attention_alone import SMOLLM2, TINY, Pass, alone_rows
-from slime_backend.bench.catalog import Say
+from slime_backend.bench.catalog import Log
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, cost_row, keep, ratio, short, spread
@@ -191,22 +191,22 @@ async def flush(engines: Engines) -> None:
         await engine.flush()
 
 
-async def bench_attention(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -> None:
+async def bench_attention(log: Log, rows: list[Row], parts: Collection[str] = PARTS) -> None:
     """Add all rows to `rows`. Takes some minutes. Raises EngineStartError, EngineError or BenchError."""
     if set(parts) - {"alone"}:
-        await _on_engines(say, rows, parts)
+        await _on_engines(log, rows, parts)
     if "alone" in parts:
         for heads in (TINY, SMOLLM2):
-            say(f"alone, {heads.name}")
-            keep(alone_rows(heads, ALONE), rows, say)
+            log(f"alone, {heads.name}")
+            keep(alone_rows(heads, ALONE), rows, log)
 
 
-async def _on_engines(say: Say, rows: list[Row], parts: Collection[str]) -> None:
+async def _on_engines(log: Log, rows: list[Row], parts: Collection[str]) -> None:
     rng = random.Random(0)
     hooks = {"peer": tuple(h for h in DEFAULT_HOOKS if h != HOOK), "ours": DEFAULT_HOOKS}
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
         model = make_tiny_model(Path(folder) / "tiny", max_positions=32768)
-        say("starting two engines")
+        log("starting two engines")
         settings = {"chunked_prefill_size": 32768, "max_total_tokens": 65536}
         async with running_engines(model, Path(folder), "attention", hooks, **settings) as engines:
             await ask(engines["ours"], [1, 2, 3])  # the hook is active once a runner has used it
@@ -220,5 +220,5 @@ async def _on_engines(say: Say, rows: list[Row], parts: Collection[str]) -> None
             }
             for part, measure in measures.items():
                 if part in parts:
-                    say(part)
-                    keep(await measure(), rows, say)
+                    log(part)
+                    keep(await measure(), rows, log)

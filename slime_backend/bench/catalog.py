@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Bench:
     def explained(self) -> str:
         return inspect.getdoc(self.module) or ""
 
-    def run(self, say: Say, rows: list[Any], part: str | None = None) -> Coroutine[Any, Any, Any]:
+    def run(self, log: Log, rows: list[Any], part: str | None = None) -> Coroutine[Any, Any, Any]:
         """All of it, or one part. Returns what is to be kept beside the rows, as JSON; most benches have nothing."""
         work = getattr(self.module, f"bench_{self.name}")
-        return work(say, rows) if part is None else work(say, rows, (part,))
+        return work(log, rows) if part is None else work(log, rows, (part,))
 
 
 # In the order in which `all` runs them: cheap ones first.

@@ -23,7 +23,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
-from slime_backend.bench.catalog import Say
+from slime_backend.bench.catalog import Log
 from slime_backend.bench.clients import client_rows, time_clients
 from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, Spread, cost_row, keep, ratio, short, spread
@@ -228,30 +228,30 @@ def fault_row(case: str, well: Sequence[float], found: Sequence[float], goal: st
     return Row(case, short(median(well)), short(median(found)), times, goal, holds, *around)
 
 
-async def bench_fleet(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -> None:
+async def bench_fleet(log: Log, rows: list[Row], parts: Collection[str] = PARTS) -> None:
     """Add all rows to `rows`. Takes some five minutes. Raises TimeoutError, EngineError or BenchError."""
 
     if "growth" in parts:
-        say(f"starting {sum(SIZES)} fake engines")
+        log(f"starting {sum(SIZES)} fake engines")
         with fake_engines(sum(SIZES), latency_s=LATENCY_S, token_s=STEP_S) as urls:
-            say("measuring")
-            keep(growth_rows(await time_growth(grouped(urls, SIZES), ROUNDS)), rows, say)
+            log("measuring")
+            keep(growth_rows(await time_growth(grouped(urls, SIZES), ROUNDS)), rows, log)
     if "faults" in parts:
         with fake_engines(HEALTHY, latency_s=LATENCY_S, token_s=STEP_S) as healthy:
             for way in WAYS:
                 found: dict[str, Outcome] = {}
                 for kind in KINDS:
-                    say(f"{way}: one {kind.name}")
+                    log(f"{way}: one {kind.name}")
                     latency_s, faults = kind.latency_s, kind.faults
                     with fake_engines(FAULT_ROUNDS, faults=faults, latency_s=latency_s, token_s=STEP_S) as patients:
                         found[kind.name] = await time_fault(healthy, patients, kind, way, f"{way}-{kind.name}")
                 for kind in KINDS[1:]:
-                    keep(fault_rows(kind, way, found["well"], found[kind.name]), rows, say)
+                    keep(fault_rows(kind, way, found["well"], found[kind.name]), rows, log)
     if "clients" in parts:
         with fake_engines(max(CLIENT_SIZES), token_s=STEP_S) as urls:
             for size in CLIENT_SIZES:
-                say(f"clients: {size}")
-                keep(client_rows(size, await time_clients(urls[:size], CLIENT_ROUNDS)), rows, say)
+                log(f"clients: {size}")
+                keep(client_rows(size, await time_clients(urls[:size], CLIENT_ROUNDS)), rows, log)
 
 
 def grouped(urls: Sequence[str], sizes: Sequence[int]) -> dict[int, list[str]]:

@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slime_backend.bench.catalog import Say
+from slime_backend.bench.catalog import Log
 from slime_backend.bench.engine_speeds import measure_speeds
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.mode_slices import run_slice
@@ -78,7 +78,7 @@ PLOTS = (
 
 
 async def bench_modes(
-    say: Say, rows: list[Row], parts: Collection[str] = tuple(PARTS), *, rounds: int = ROUNDS
+    log: Log, rows: list[Row], parts: Collection[str] = tuple(PARTS), *, rounds: int = ROUNDS
 ) -> dict[str, Any]:
     """Add all rows to `rows`, those of each interval as soon as it is done; some ten minutes for each.
 
@@ -90,15 +90,15 @@ async def bench_modes(
     pool = {"max_total_tokens": 4 * SHAPE.in_flight * SHAPE.longest, "chunked_prefill_size": SHAPE.chunk}
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
         checkpoints = [_model(Path(folder), seed) for seed in range(2)]
-        say("starting two engines")
+        log("starting two engines")
         async with (
             running_engines(checkpoints[0], Path(folder), "modes", {"sharing": hooks}, **pool) as on,
             running_engines(checkpoints[0], Path(folder), "modes", {"off": hooks}, radix_cache=False, **pool) as off,
         ):
             for interval_s in (PARTS[part] for part in PARTS if part in parts):
-                await measure(on["sharing"], off["off"], results, checkpoints, say, interval_s, rounds)
-                keep(interval_rows(results, interval_s), rows, say)
-    keep(speed_rows(results), rows, say)
+                await measure(on["sharing"], off["off"], results, checkpoints, log, interval_s, rounds)
+                keep(interval_rows(results, interval_s), rows, log)
+    keep(speed_rows(results), rows, log)
     return results.to_json()
 
 
@@ -107,7 +107,7 @@ async def measure(
     off: EngineClient,
     results: ModeResults,
     checkpoints: Sequence[Path],
-    say: Say,
+    log: Log,
     interval_s: float,
     rounds: int,
     warm_s: float = WARM_S,
@@ -135,7 +135,7 @@ async def measure(
                 counted=round(slice_s / interval_s) - warm,
             )
             results.slices.append(done)
-            say(said(done))
+            log(describe(done))
 
 
 def _model(folder: Path, seed: int) -> Path:
@@ -143,7 +143,7 @@ def _model(folder: Path, seed: int) -> Path:
     return make_tiny_model(folder / f"weights-{seed}", seed=seed, hidden_size=size, layers=MODEL["layers"])
 
 
-def said(found: Slice) -> str:
+def describe(found: Slice) -> str:
     return (
         f"{found.mode}, every {found.interval_s:g} s, seed {found.seed}: {found.tokens_per_s:.0f} tokens/s, "
         f"{found.prefilled_per_token:.2f} prefilled for each, stood still {found.paused_ms:.0f} ms, lag "

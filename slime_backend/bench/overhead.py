@@ -27,7 +27,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slime_backend.bench.catalog import Say
+from slime_backend.bench.catalog import Log
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, keep
@@ -146,21 +146,21 @@ def row(model: str, batch: int, side: str, found: Comparison) -> Row:
     )
 
 
-async def bench_overhead(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -> None:
+async def bench_overhead(log: Log, rows: list[Row], parts: Collection[str] = PARTS) -> None:
     """Add all rows to `rows`. Takes a quarter of an hour. Raises EngineStartError, EngineError or BenchError."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
         for name in parts:
             model = make_tiny_model(Path(folder) / name, hybrid=name == "hybrid")
-            say(f"starting an engine: {name}")
+            log(f"starting an engine: {name}")
             async with running_engines(model, Path(folder), name, {"engine": HOOKS}) as engines:
                 engine = engines["engine"]
                 missing = (await engine.reports())[0].missing_hooks(HOOKS)
                 if missing:
                     raise BenchError(f"not every hook is active, so there is nothing to measure: {missing}")
-                say(f"measuring: {name}")
+                log(f"measuring: {name}")
                 for batch, rounds in ROUNDS.items():
                     speeds = await measure(engine, batch, rounds, rng)
                     both = [(a + b) / 2 for a, b in zip(speeds[OFF], speeds[AGAIN], strict=True)]
                     for side, peer in ((ON, both), (AGAIN, speeds[OFF])):
-                        keep([row(name, batch, side, Comparison.of(peer, speeds[side]))], rows, say)
+                        keep([row(name, batch, side, Comparison.of(peer, speeds[side]))], rows, log)

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slime_backend.bench.catalog import Say
+from slime_backend.bench.catalog import Log
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, cost_row, keep
@@ -253,7 +253,7 @@ def fit_in_memory() -> int:
     return int(int(line.split()[1]) / 2**20 / ENGINE_GIB)
 
 
-async def bench_publish(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -> None:
+async def bench_publish(log: Log, rows: list[Row], parts: Collection[str] = PARTS) -> None:
     """Add all rows to `rows`, those of each case as soon as it is done. Takes some ten minutes.
 
     As many engines as there is memory for. Raises EngineStartError, EngineError or BenchError.
@@ -262,20 +262,20 @@ async def bench_publish(say: Say, rows: list[Row], parts: Collection[str] = PART
     with tempfile.TemporaryDirectory(prefix="reef-slime-bench-") as folder:
         model = make_tiny_model(Path(folder) / "tiny")
         if "load" in parts:
-            say("starting one engine")
+            log("starting one engine")
             async with engines_on(model, Path(folder), 1) as clients:
                 for in_flight in IN_FLIGHT:
-                    say(f"{in_flight} in flight")
+                    log(f"{in_flight} in flight")
                     found, where = await in_turns(clients, in_flight, ROUNDS), f"1 engine, {in_flight} in flight"
-                    keep([*barrier_rows(found, where), *resumed_rows(found, where)], rows, say)
+                    keep([*barrier_rows(found, where), *resumed_rows(found, where)], rows, log)
                     if in_flight == USUAL:
-                        keep(split_rows(found, where), rows, say)
+                        keep(split_rows(found, where), rows, log)
         for count in (count for part, counts in ENGINES.items() if part in parts for count in counts):
             if count > fit_in_memory():
-                say(f"{count} engines need {count * ENGINE_GIB:g} GiB of free memory, which this machine has not")
+                log(f"{count} engines need {count * ENGINE_GIB:g} GiB of free memory, which this machine has not")
                 break
-            say(f"starting {count} engines")
+            log(f"starting {count} engines")
             async with engines_on(model, Path(folder), count) as clients:
                 found = await in_turns(clients, USUAL, ENGINE_ROUNDS)
                 where = f"{count} engine{'s' * (count > 1)} together, {USUAL} in flight on each"
-                keep([*barrier_rows(found, where), *resumed_rows(found, where)], rows, say)
+                keep([*barrier_rows(found, where), *resumed_rows(found, where)], rows, log)

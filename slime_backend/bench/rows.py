@@ -86,11 +86,11 @@ def told(row: Row) -> str:
     return f"{row.case}: peer {row.peer}, ours {row.ours}{times} ({'holds' if row.holds else 'MISSED'}: {row.goal})"
 
 
-def keep(found: Sequence[Row], rows: list[Row], say: Callable[[str], None]) -> None:
+def keep(found: Sequence[Row], rows: list[Row], log: Callable[[str], None]) -> None:
     """Add what was found to the bench's rows, and say it."""
     for row in found:
         rows.append(row)
-        say(told(row))
+        log(told(row))
 
 
 def row_json(row: Row) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime_backend.bench.catalog import Say
+from slime_backend.bench.catalog import Log
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
 from slime_backend.bench.rows import BenchError, Row, cost_row, keep, ratio
@@ -152,12 +152,12 @@ def wall_row(shared: int, pairs: Sequence[tuple[Answer, Answer]], at_least: floa
     return cost_row(f"first fan-out behind {shared} shared tokens, ms", peer, ours, at_least=at_least)
 
 
-async def wide_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
+async def wide_rows(pair: Pair, prompts: Prompts, log: Log) -> list[Row]:
     rows: list[Row] = []
     firsts, seconds, appends, dropped = [], [], [], []
     shorter: dict[int, list[tuple[Answer, Answer]]] = {length: [] for length in SHORTER}
     for i in range(ROUNDS):
-        say(f"fan-out {i + 1}/{ROUNDS}")
+        log(f"fan-out {i + 1}/{ROUNDS}")
         head = prompts.head(HEAD)
         await pair.ask(head + prompts.turn(300))
         firsts.append(await pair.ask(head + prompts.turn(80), tokens=2))
@@ -178,7 +178,7 @@ async def wide_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
     rows += [wall_row(length, pairs, None) for length, pairs in shorter.items()]
     rows.append(wall_row(HEAD, firsts, WALL_TIMES))
 
-    say("hints and the grid")
+    log("hints and the grid")
     raw = prompts.text(OFF_GRID)
     await pair.ask(raw + prompts.text(300), anchors=[len(raw)])
     hinted = await pair.ask(raw + prompts.text(80), anchors=[len(raw)])
@@ -191,7 +191,7 @@ async def wide_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
         reuse_row("first fan-out, neither template nor hint: the grid", len(raw), [guessed], round(last / 9000, 4))
     )
 
-    say("sessions")
+    log("sessions")
     head = prompts.head(OFF_GRID)
     await pair.ask(head + prompts.turn(200))
     sessions = [await pair.ask(head + prompts.turn(200 + i)) for i in range(4)]
@@ -201,7 +201,7 @@ async def wide_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
     shortest: list[tuple[Answer, Answer]] = []
     for tail in TAILS:
         if tail % 50 == 0:
-            say(f"tail lengths {tail}/{TAILS[-1]}")
+            log(f"tail lengths {tail}/{TAILS[-1]}")
         raw = prompts.text(TAILED)
         await pair.ask(raw + prompts.text(tail), anchors=[TAILED], tokens=2)
         shortest.append(await pair.ask(raw + prompts.text(tail), anchors=[TAILED], tokens=2))
@@ -228,8 +228,8 @@ async def eight_at_once(pair: Pair, prompts: Prompts) -> Row:
     return Row(case, found[0], found[1], ratio(*computed), "at least 7", found[1] >= 7)
 
 
-async def roomy_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
-    say("slots")
+async def roomy_rows(pair: Pair, prompts: Prompts, log: Log) -> list[Row]:
+    log("slots")
     await pair.flush()
     await pair.ask(prompts.head(7000) + prompts.text(300), tokens=8)
     peer, ours = await pair.peer.used(), await pair.ours.used()
@@ -244,7 +244,7 @@ async def roomy_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
             ours <= peer + KEPT,
         )
     ]
-    say("a parked session")
+    log("a parked session")
     await pair.flush()
     parked = prompts.head(HEAD)
     await pair.ask(parked + prompts.turn(300))
@@ -255,8 +255,8 @@ async def roomy_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
     return rows
 
 
-async def tight_rows(pair: Pair, prompts: Prompts, say: Say) -> list[Row]:
-    say("a pool that is too small")
+async def tight_rows(pair: Pair, prompts: Prompts, log: Log) -> list[Row]:
+    log("a pool that is too small")
     heads = [prompts.head(3500) for _ in range(5)]
     alone = [head + prompts.turn(n) for head in heads for n in (60, 70)]
     at_once = [heads[-1] + prompts.turn(80 + i) for i in range(8)]
@@ -309,7 +309,7 @@ def _close(first: Sequence[float], second: Sequence[float]) -> bool:
     return max(abs(a - b) for a, b in zip(first, second, strict=True)) < TOLERANCE
 
 
-async def bench_swa(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -> None:
+async def bench_swa(log: Log, rows: list[Row], parts: Collection[str] = PARTS) -> None:
     """Add all rows to `rows`, those of each pair as soon as it is done. Takes some minutes.
 
     Raises EngineStartError, EngineError or BenchError.
@@ -324,10 +324,10 @@ async def bench_swa(say: Say, rows: list[Row], parts: Collection[str] = PARTS) -
         ):
             if name not in parts:
                 continue
-            say(f"starting two engines: {name}")
+            log(f"starting two engines: {name}")
             async with running_pair(model, Path(folder), name, **settings) as pair:
-                measured = await measure(pair, prompts, say)
-            keep(measured, rows, say)
+                measured = await measure(pair, prompts, log)
+            keep(measured, rows, log)
 
 
 def pool(full: int, sliding: int) -> dict[str, Any]:

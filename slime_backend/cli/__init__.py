@@ -1,4 +1,4 @@
-"""The command line `reef-slime`: one file a command."""
+"""This package is the command line `reef-slime`: one file a command."""
 
 from slime_backend.cli.app import main
 

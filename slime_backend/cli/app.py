@@ -55,14 +55,14 @@ def _options(
     ] = False,
 ) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # Third parties' progress chatter would tear our own bars.
+    # Other libraries' progress output would break our progress bars.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def main() -> None:
-    """Console script."""
+    """Run the console script: every error becomes one line and an exit code."""
     try:
         app()
     except KeyboardInterrupt:
@@ -70,7 +70,7 @@ def main() -> None:
         sys.exit(130)
     except ReefError as error:
         _exit(error, error.exit_code)
-    except (OSError, FloatingPointError) as error:  # of the disk, of a training that diverged: Python's own classes
+    except (OSError, FloatingPointError) as error:  # a disk's error, a training that diverged
         _exit(error, 1)
 
 

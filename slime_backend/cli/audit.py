@@ -1,4 +1,4 @@
-"""`reef-slime audit`: what is asked for; audit_run.py does it, and imports torch."""
+"""`reef-slime audit`: this has the options; audit_run.py runs the audit, and imports torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ def audit(
     one_in: Annotated[
         int, typer.Option(min=1, metavar="N", help="the contamination, one rollout in N, that it must be able to find")
     ] = 20,
-    follow: Annotated[bool, typer.Option("--follow", help="beside a run that goes on: until it ends")] = False,
-    idle: Annotated[float, typer.Option(min=0, metavar="S", help="of --follow: end after S s without a rollout")] = 600,
-    deadline: Annotated[
-        float, typer.Option(min=0, metavar="S", help="of --follow: end S s after the run, checked or not")
+    follow: Annotated[bool, typer.Option("--follow", help="audit while the run goes on, until it ends")] = False,
+    idle: Annotated[
+        float, typer.Option(min=0, metavar="S", help="with --follow: end after S s without a rollout")
     ] = 600,
-    plan: Annotated[bool, typer.Option("--plan", help="only say how many rollouts must be checked, and stop")] = False,
-    probability: Annotated[float, typer.Option(metavar="P", help="of --plan: the chance to find a fault")] = 0.99,
+    deadline: Annotated[
+        float, typer.Option(min=0, metavar="S", help="with --follow: end S s after the run, checked or not")
+    ] = 600,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="only print how many rollouts must be checked, and stop")
+    ] = False,
+    probability: Annotated[
+        float, typer.Option(metavar="P", help="with --plan: the probability to find a fault")
+    ] = 0.99,
     as_json: AsJson = False,
 ) -> None:
     """Recompute rollouts' log-probs under the versions that they claim, and name each violation.

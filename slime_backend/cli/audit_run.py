@@ -1,4 +1,4 @@
-"""The work of `reef-slime audit`: an audit of a run that is there or, with --follow, of one that goes on."""
+"""This runs `reef-slime audit`, on a complete run or, with --follow, on one that goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def audit_command(
     follow_until: tuple[float, float] | None,
     as_json: bool,
 ) -> bool:
-    """Audit, print, and say whether the verdict is clean. `follow_until`: (idle, deadline) in seconds."""
+    """Audit, print the result, and return whether the verdict is clean. `follow_until`: (idle, deadline) in seconds."""
     with console_reporter(quiet=as_json) as reporter:
 
         def progress(done: int, total: int) -> None:
@@ -39,7 +39,7 @@ def audit_command(
             )
             _save(run_dir, result)
         else:
-            # What the run needs comes first: one thread, and only when nobody else wants the core.
+            # The run has priority: one thread, which runs only while the core is idle.
             os.nice(LOWEST_PRIORITY)
             torch.set_num_threads(1)
             audit = Audit(run_dir, load_model, rollouts=rollouts, tolerance=tolerance, one_in=one_in)
@@ -51,12 +51,14 @@ def audit_command(
 
 
 def _save(run_dir: Path, result: AuditResult) -> None:
-    """For the report, where the run has no fuller audit. A run that can't be written to is audited all the same."""
+    """Save the result for the report unless the run has a fuller audit; a read-only run is only audited."""
     try:
         if not save_fullest(run_dir, result):
-            sys.stderr.write(f"{RunDir(run_dir).audit} is left as it is: it is of more rollouts\n")
+            sys.stderr.write(f"{RunDir(run_dir).audit} is left unchanged: it covers more rollouts\n")
     except OSError as error:
-        sys.stderr.write(f"{RunDir(run_dir).audit} can't be written: {error.strerror}; the result stands here only\n")
+        sys.stderr.write(
+            f"{RunDir(run_dir).audit} can't be written: {error.strerror}; the result is printed here only\n"
+        )
 
 
 def _lines(result: AuditResult) -> str:

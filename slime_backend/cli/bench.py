@@ -1,4 +1,4 @@
-"""`reef-slime bench`: each prints one table, or one JSON line, and says with its exit code whether every goal holds."""
+"""`reef-slime bench` measures; each bench prints a table or a JSON line and exits with 1 if a goal isn't met."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from slime_backend import event_loop
 from slime_backend.bench.catalog import BENCHES, Bench
 
-bench = typer.Typer(help="Measure ours beside what there is without it.", no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(help="Measure ours against what there is without it.", no_args_is_help=True, rich_markup_mode=None)
 
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON line")]
 Folder = Annotated[
@@ -40,7 +40,7 @@ for _entry in BENCHES:
 
 @bench.command("all")
 def everything(as_json: AsJson = False, folder: Folder = None) -> None:
-    """Every bench, one after the other; an hour and a half. With --json a line for each.
+    """Run every bench, one after the other; takes an hour and a half. With --json, print a line for each.
 
     One that ends early doesn't keep the others from running. Exit code 1 if a goal isn't met, or if one ended early."""
     done = [_unless_it_fails(partial(_measure, entry, None, as_json, folder)) for entry in BENCHES]
@@ -49,33 +49,33 @@ def everything(as_json: AsJson = False, folder: Folder = None) -> None:
 
 
 def _unless_it_fails(work: Callable[[], bool]) -> bool:
-    """False where it raises anything but an interrupt: `all` says what, and goes on."""
+    """Return False where it raises anything but an interrupt: `all` logs the error and goes on."""
     try:
         return work()
     except Exception as error:
-        _say(f"reef-slime: {' '.join(str(error).split())}")
+        _log(f"reef-slime: {' '.join(str(error).split())}")
         return False
 
 
 def _measure(entry: Bench, part: str | None, as_json: bool, folder: Path | None) -> bool:
-    """Run a bench, print its rows, write its page; whether every goal holds.
+    """Run a bench, print its rows, write its page; return whether every goal holds.
 
-    Of one that ends early the rows that it had are printed, because they took minutes to measure, and nothing is
-    written: a page is of whole runs.
+    Where it ends early, the rows measured so far are printed, because they took minutes, and nothing is written: a page
+    has complete runs only.
     """
     from slime_backend.bench import pages, plots
     from slime_backend.bench.rows import Row, print_rows, to_json
 
     if folder is not None:
-        pages.prepare(folder, entry)  # what can't be used is refused now, not after minutes
+        pages.prepare(folder, entry)  # an unusable folder is refused now, not after minutes
     rows: list[Row] = []
     early: BaseException | None = None
     clock = pages.Clock()
     try:
-        details = event_loop.run_until_signal(entry.run(_say, rows, part))
+        details = event_loop.run_until_signal(entry.run(_log, rows, part))
     except BaseException as error:
         early = error
-        _say(f"bench {entry.name} ended early, with {len(rows)} rows measured")
+        _log(f"bench {entry.name} ended early, with {len(rows)} rows measured")
     if as_json:
         why = None if early is None else " ".join(str(early).split()) or "interrupted"
         typer.echo(json.dumps(to_json(entry.name, rows, why)))
@@ -85,9 +85,9 @@ def _measure(entry: Bench, part: str | None, as_json: bool, folder: Path | None)
         raise early
     if folder is not None:
         page = pages.write(folder, entry, clock.run(entry, part, rows, details))
-        _say(f"wrote {page}" + ("" if plots.can_draw() else " without plots (pip install 'reef-slime[bench]')"))
+        _log(f"wrote {page}" + ("" if plots.can_draw() else " without plots (pip install 'reef-slime[bench]')"))
     return all(row.holds for row in rows)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     typer.echo(text, err=True)

@@ -1,4 +1,4 @@
-"""A run on the terminal: bars where there is one, plain lines elsewhere, and the summary as a table."""
+"""This shows a run: bars on a terminal, plain lines elsewhere, and the summary as a table."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rich.table import Table
 from slime_backend.local_trainer.loop import Reporter
 from slime_backend.run_files import RunDir
 
-PLAIN_EVERY = 50  # a log gets one line for so many audited rollouts
+PLAIN_EVERY = 50  # audited rollouts between two plain lines
 
 
 @contextmanager
 def console_reporter(*, quiet: bool = False) -> Iterator[Reporter]:
-    """A Reporter for standard output; `quiet` prints nothing."""
+    """Yield a Reporter for standard output; `quiet` prints nothing."""
     if quiet:
-        yield Reporter(say=lambda text: None)
+        yield Reporter(log=lambda text: None)
     elif sys.stdout.isatty():
         console = Console(highlight=False)
         columns = (TextColumn("{task.description:<6}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -34,18 +34,18 @@ def console_reporter(*, quiet: bool = False) -> Iterator[Reporter]:
                     tasks[stage] = bars.add_task(stage, total=total)
                 bars.update(tasks[stage], completed=done)
 
-            yield Reporter(say=lambda text: console.print(text, markup=False), progress=progress)
+            yield Reporter(log=lambda text: console.print(text, markup=False), progress=progress)
     else:
 
         def line(stage: str, done: int, total: int) -> None:
             if stage == "audit" and (done % PLAIN_EVERY == 0 or done == total):
                 print(f"{stage} {done}/{total}", flush=True)
 
-        yield Reporter(say=lambda text: print(text, flush=True), progress=line)
+        yield Reporter(log=lambda text: print(text, flush=True), progress=line)
 
 
 def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
-    """The figures that a user looks at first."""
+    """Print the figures that a user looks at first."""
     audit = summary.get("audit") or {}
     rows = [
         ("policy", summary["policy"]),

@@ -1,4 +1,4 @@
-"""`reef-slime publish` and `reef-slime doctor`: running engines that somebody else started."""
+"""`reef-slime publish` and `reef-slime doctor` work on engines that are already running."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def publish(
     admin_api_key_env: AdminKeyEnv = "",
     as_json: AsJson = False,
 ) -> None:
-    """One verified publication to running engines. Exit code 1 if any engine isn't confirmed at the new version."""
+    """Publish a checkpoint, verified, to running engines. Exit code 1 if any isn't confirmed at the new version."""
     policy = decide(layout, sharing)  # type: ignore[arg-type]
     deadlines = Deadlines(deadline_pause_s, deadline_flush_s, deadline_load_s, deadline_control_s)
     report = event_loop.run_until_signal(
@@ -132,8 +132,8 @@ async def publish_checkpoint(
 ) -> PublicationReport:
     """Admit the engines, whatever version each is at, and publish to all of them.
 
-    An engine that a dead publisher left paused is taken along: the publication ends with every engine resumed.
-    `compare`, `finite`: as CheckpointTransport's. Raises VersionTaken, CheckpointUnfit before anything is paused.
+    An engine that a dead publisher left paused takes part: the publication ends with every engine resumed.
+    `compare`, `finite`: see CheckpointTransport. Raises VersionTaken, CheckpointUnfit before anything is paused.
     """
     check_named(version)
     async with AsyncExitStack() as stack:

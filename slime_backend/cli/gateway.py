@@ -1,4 +1,4 @@
-"""Behind `reef-slime serve`, `up` with a gateway, and `export`."""
+"""This runs `reef-slime serve`, `up` with a gateway, and `export`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from slime_backend.run_files import RunDir
 
 
 def serve(settings: RunConfig, where: str, as_json: bool) -> None:
-    """The gateway for engines that somebody else started."""
+    """Run the gateway for engines that are already running."""
     config = gateway_config(settings.gateway, where)
     connections_that_fit(config, len(config.engines))  # before anything is started
     event_loop.run_until_signal(
@@ -37,7 +37,7 @@ def serve(settings: RunConfig, where: str, as_json: bool) -> None:
 
 
 def up(settings: RunConfig, where: str, as_json: bool) -> None:
-    """Engines and gateway together."""
+    """Start the engines and the gateway."""
     config = gateway_config(settings.gateway, where)
     if config.engines:
         raise ConfigError(
@@ -92,14 +92,14 @@ async def _up(
     from slime_backend.local_trainer.loop import base_model
 
     model = base_model(start)
-    say = (lambda text: None) if as_json else typer.echo
+    log = (lambda text: None) if as_json else typer.echo
     engines = make_engines(settings, policy, model, "v0", run_dir)
-    async with started_fleet(engines, settings, policy, "v0", say) as fleet:
+    async with started_fleet(engines, settings, policy, "v0", log) as fleet:
         keeping = asyncio.create_task(Supervisor(fleet, engines, settings.ready_s).run())
         try:
             await _run(run_dir, config, fleet, model, as_json)
         finally:
-            keeping.cancel()  # before they are stopped: their ends are meant then
+            keeping.cancel()  # before the engines are stopped, which is intended
             await asyncio.gather(keeping, return_exceptions=True)
 
 
@@ -122,7 +122,7 @@ async def _run(run_dir: Path, config: GatewayConfig, fleet: Fleet, model: Path, 
             else:
                 typer.echo(f"gateway: {url}  (page at /, API at /docs, metrics at /metrics; Ctrl-C stops it)")
             sys.stdout.flush()
-            # What was made until now stays: to look through it again and again stops all streams for 0.1 s each time.
+            # The objects made until now stay: each collection that visits them stops all streams for 0.1 s.
             gc.collect()
             gc.freeze()
             try:
@@ -132,7 +132,7 @@ async def _run(run_dir: Path, config: GatewayConfig, fleet: Fleet, model: Path, 
 
 
 async def _tokenizer_directory(model: str, client: EngineClient) -> Path:
-    """Where the tokenizer lies: `model` where that is a directory, else what the engine says that it serves."""
+    """Return the tokenizer's directory: `model` where it has one, else what the engine reports that it serves."""
     if (Path(model) / "tokenizer.json").is_file():
         return Path(model)
     info = await client.call("GET", "/model_info")

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what is made of them."""
+"""This has the options that several commands share, and the functions that read them."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def holders(names: list[str] | None) -> frozenset[str]:
 
 
 def load_settings(path: Path, overrides: list[str] | None, *, trains: bool = False) -> RunConfig:
-    """`trains`: the engines will serve the config's task."""
+    """Load a config for a command. `trains`: the engines will serve the config's task."""
     from slime_backend.local_trainer.expected_traffic import expected_traffic
 
     traffic = expected_traffic if trains else None
-    settings = load_config(path, overrides or (), traffic=traffic, say=lambda text: typer.echo(text, err=True))
+    settings = load_config(path, overrides or (), traffic=traffic, log=lambda text: typer.echo(text, err=True))
     if not settings.policy.safe:
         typer.echo(
             "warning: disjoint_prefix_sharing=unsafe shares KV that it can't scope; it exists to show that the audit "

@@ -1,4 +1,4 @@
-"""`reef-slime plan`: what each way to publish would cost a traffic, which one to take, and from where on another."""
+"""`reef-slime plan` predicts what each mode costs a traffic, and recommends one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def plan(page: Page = None, as_json: AsJson = False, **given: Any) -> None:
 
     The traffic comes from RUN_DIR, from --bench, or from flags; the speeds from flags, --model-billions, or the same
     place. Formulas and what they leave out: docs/planner.md."""
-    asked = Given(**given)
-    if asked.run_dir is not None and not asked.run_dir.is_dir():
-        raise PlanError(f"no run directory {asked.run_dir}")
-    found = make_plan(asked)
+    settings = Given(**given)
+    if settings.run_dir is not None and not settings.run_dir.is_dir():
+        raise PlanError(f"no run directory {settings.run_dir}")
+    found = make_plan(settings)
     if page is not None:
         from slime_backend.planner.page import write_page
 
@@ -39,7 +39,7 @@ def plan(page: Page = None, as_json: AsJson = False, **given: Any) -> None:
 
 
 def _with_flags_of_given(command: inspect.Signature) -> inspect.Signature:
-    """The signature that Typer reads: a parameter for each field of Given in the place of **given."""
+    """Return the signature that Typer reads: a parameter for each field of Given in the place of **given."""
     hints = get_type_hints(Given, include_extras=True)
     asked = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_option(hints[f.name]))
@@ -60,10 +60,10 @@ def _option(hint: Any) -> Any:
 plan.__signature__ = _with_flags_of_given(inspect.signature(plan, eval_str=True))  # type: ignore[attr-defined]
 
 
-def _compared(cells: Any) -> Any:
+def _comparison_table(cells: Any) -> Any:
     from rich.table import Table
 
-    table = Table(title="predictions beside measurements", title_justify="left")
+    table = Table(title="predictions and measurements", title_justify="left")
     for name in ("publication every", "mode", "figure"):
         table.add_column(name)
     for name in ("measured", "predicted", "off by"):
@@ -78,9 +78,9 @@ def _print(found: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=found.told_traffic(), title_justify="left")
+    table = Table(title=found.format_traffic(), title_justify="left")
     table.add_column("mode")
-    for name in ("tokens/s", "prefilled per token", "prefilled/s", "lag", "mixed", "stands still", "answer"):
+    for name in ("tokens/s", "prefilled per token", "prefilled/s", "lag", "mixed", "paused", "answer"):
         table.add_column(name, justify="right")
     for p in found.predictions.values():
         table.add_row(
@@ -96,6 +96,6 @@ def _print(found: Any) -> None:
     console = Console(highlight=False)
     console.print(table)
     if found.compared:
-        console.print(_compared(found.compared))
+        console.print(_comparison_table(found.compared))
     for line in found.lines():
         console.print(line)

@@ -1,4 +1,4 @@
-"""`reef-slime rollouts` and `reef-slime report`: what a run's ledger holds; and how much of it an audit must check."""
+"""`reef-slime rollouts` and `reef-slime report` show a run; `print_plan` sizes its audit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slime_backend.provenance.errors import AuditError
 from slime_backend.provenance.records import RolloutRecord
 
 DEFAULT_ROWS = 20
-RATES = (10, 100, 1000, 10_000)  # one contaminated rollout in so many
+RATES = (10, 100, 1000, 10_000)  # a rate of N is one contaminated rollout in N
 
 
 def rollouts(
@@ -81,7 +81,7 @@ def show_rollouts(run_dir: Path, query: Query, limit: int | None, as_json: bool)
 
 
 def _print_table(records: Iterable[RolloutRecord], total: int) -> None:
-    """Plain aligned lines: a table with borders has no room for a receipt in 80 columns."""
+    """Print plain aligned lines: a table with borders has no room for a receipt in 80 columns."""
     rows = [("receipt", "class", "versions", "tokens", "reward", "prefills", "session", "engine")]
     for r in records:
         figures = (str(len(r.output_ids)), f"{r.reward:.3f}", str(len(r.prefills)))
@@ -113,7 +113,7 @@ def _print_one(record: RolloutRecord) -> None:
 
 
 def print_plan(run_dir: Path, probability: float, as_json: bool) -> None:
-    """How many rollouts an audit of this run must check. Raises AuditError where nothing was recorded."""
+    """Print how many rollouts an audit of this run must check. Raises AuditError where nothing was recorded."""
     records = list(read_records(run_dir))
     if not records:
         raise AuditError(f"{run_dir} has no rollouts to audit")

@@ -1,4 +1,4 @@
-"""`reef-slime serve` and `reef-slime export`: the gateway in front of running engines, and its turns as a ledger."""
+"""`reef-slime serve` runs the gateway in front of running engines; `export` writes its turns as a ledger."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_backend.cli.options import AsJson, Config, Overrides, fail, load_sett
 
 
 def serve(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """The gateway in front of running engines (gateway.engines); keeps until interrupted. See docs/gateway.md."""
+    """Run the gateway in front of running engines (gateway.engines) until interrupted. See docs/gateway.md."""
     settings = load_settings(config, overrides)
     gateway_module().serve(settings, str(config), as_json)
 
@@ -26,7 +26,7 @@ def export_turns(
 
 
 def gateway_module() -> Any:
-    """`slime_backend.cli.gateway`; one line where what it needs isn't installed."""
+    """Import `slime_backend.cli.gateway`; fail with one line where a package that it needs is missing."""
     try:
         return importlib.import_module("slime_backend.cli.gateway")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`reef-slime train` and `reef-slime up`: a run on this machine, and its engines alone."""
+"""`reef-slime train` does a run on this machine; `reef-slime up` starts its engines alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(
         str | None, typer.Option(metavar="POLICY", help="beyond that: drop, mask_tokens or correct (default)")
     ] = None,
 ) -> None:
-    """Asynchronous GRPO on this machine: a local trainer, live engines, a publication at every step, an audit."""
+    """Run asynchronous GRPO on this machine: a local trainer, live engines, a publication at every step, an audit."""
     flags = {"max_version_lag": max_version_lag, "staleness": staleness}
     given = [f"{key}={value}" for key, value in flags.items() if value is not None]
     settings = load_settings(config, [*(overrides or ()), *given], trains=True)
@@ -36,7 +36,7 @@ def train(
 
     run_dir = choose_run_dir(settings.run_dir, resume)
     with console_reporter() as reporter:
-        reporter.say(f"run directory: {run_dir}")
+        reporter.log(f"run directory: {run_dir}")
         summary = event_loop.run_until_signal(run(settings, run_dir, resume=resume is not None, reporter=reporter))
     print_summary(summary, run_dir)
     audit = summary["audit"]
@@ -63,7 +63,7 @@ def up(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> 
             typer.echo("ready: " + " ".join(urls) + "  (Ctrl-C stops them)")
         sys.stdout.flush()
 
-    say = (lambda text: None) if as_json else typer.echo
+    log = (lambda text: None) if as_json else typer.echo
     event_loop.run_until_signal(
-        serve_engines(settings.engines, settings.policy, base_model(settings.model), say=say, ready=ready)
+        serve_engines(settings.engines, settings.policy, base_model(settings.model), log=log, ready=ready)
     )

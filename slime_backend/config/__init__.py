@@ -1,9 +1,9 @@
-"""The configuration of a run: frozen sections, one per concern, made of flat keys.
+"""The configuration of a run has frozen sections, one per concern, and is read from flat keys.
 
 model        the model of v0, the seed               trainer      steps, optimizer, staleness, hardware
 publication  layout, prefix sharing, transport       audit        how much, how exactly, when
 engines      how many, on what, flags, deadlines     tracking     W&B, TensorBoard
-task         what is asked, groups in flight         gateway      for reef_service.config, which checks it
+task         what the engines generate, groups in flight         gateway      for reef_service.config, which checks it
 """
 
 from slime_backend.config.audit import AuditConfig

@@ -1,4 +1,4 @@
-"""The engines of a run: how many, on what, started how, and how long each call of them may take."""
+"""This section configures a run's engines: how many, on what, started how, and their calls' deadlines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slime_backend.policy import Policy
 
 
 class EnginesConfig(Section):
-    """What engines are started with. The radix cache and the hooks are the policy's, within what is given here."""
+    """Engines are started with these settings, within which the policy decides on the radix cache and the hooks."""
 
     count: int = Field(2, alias="engines", ge=1, le=64)
     ports: list[int] = Field(default_factory=list, description="one per engine; empty: free ones")
@@ -44,11 +44,13 @@ class EnginesConfig(Section):
     wait_s: float = Field(
         60, alias="engine_wait_s", gt=0, description="how long a request waits while no engine can take it"
     )
-    deadline_pause_s: float = Field(15, gt=0, description="of one engine's pause; also of the proof that it took it")
-    deadline_flush_s: float = Field(30, gt=0, description="of the flush after a retract, with its retries")
-    deadline_load_s: float = Field(600, gt=0, description="of loading one version, and of a weight session's ends")
-    deadline_control_s: float = Field(10, gt=0, description="of a label, a resume, a report")
-    deadline_generate_s: float = Field(3600, gt=0, description="of one request, or of a piece of a stream")
+    deadline_pause_s: float = Field(15, gt=0, description="for one engine's pause; also for the proof that it paused")
+    deadline_flush_s: float = Field(30, gt=0, description="for the flush after a retract, with its retries")
+    deadline_load_s: float = Field(
+        600, gt=0, description="for loading one version, and for opening and closing a weight session"
+    )
+    deadline_control_s: float = Field(10, gt=0, description="for a label, a resume, a report")
+    deadline_generate_s: float = Field(3600, gt=0, description="for one request, or for a piece of a stream")
 
     @model_validator(mode="after")
     def _consistent(self) -> EnginesConfig:
@@ -57,11 +59,11 @@ class EnginesConfig(Section):
         if len(set(self.ports)) != len(self.ports):
             raise ValueError("ports names one port twice")
         if self.device.startswith("cuda") and self.device != "cuda":
-            raise ValueError(f"device={self.device}: give cuda; each engine is given GPUs of its own")
+            raise ValueError(f"device={self.device}: give cuda; each engine gets GPUs of its own")
         if any(flag.partition("=")[0] == "--preferred-sampling-params" for flag in self.flags):
             raise ValueError(
-                "engine_flags has --preferred-sampling-params, which changes how rollouts are sampled behind the "
-                "trainer's back; leave it out and set temperature"
+                "engine_flags has --preferred-sampling-params, which changes how rollouts are sampled without the "
+                "trainer's knowledge; leave it out and set temperature"
             )
         check_names(self.hooks, "hooks")
         missing = [h for h in ("kv_evidence", "kv_spans") if h not in self.hooks]
@@ -81,8 +83,7 @@ class EnginesConfig(Section):
 
     @property
     def keys_to_send(self) -> EngineKeys:
-        """The keys that the engines ask for, wherever they were started. Raises ConfigError for a variable that isn't
-        set."""
+        """Return the keys that the engines ask for. Raises ConfigError for a variable that isn't set."""
         try:
             read = read_keys(self.api_key_env, self.admin_api_key_env)
         except KeyMissing as error:
@@ -90,9 +91,9 @@ class EnginesConfig(Section):
         return keys_in_flags(self.flags, read)
 
     def hooks_under(self, policy: Policy) -> tuple[str, ...]:
-        """`hooks` and what the policy needs besides."""
+        """Return `hooks` and those that the policy needs in addition."""
         return tuple(dict.fromkeys([*self.hooks, *policy.needed_hooks]))
 
     def radix_cache_under(self, policy: Policy) -> bool:
-        """Whether the radix cache is on: a user may turn it off where the policy would share, never on."""
+        """Return whether the radix cache is on: a user may turn it off where the policy would share, never on."""
         return policy.radix_cache and not self.disable_radix_cache

@@ -1,4 +1,4 @@
-"""What a configuration that can't be used raises."""
+"""This module has the error for a configuration that can't be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run starts from."""
+"""This section configures what a run starts from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from slime_backend.config.section import Section
 
 
 class ModelConfig(Section):
-    """The model of version v0, and the seed of everything that is random."""
+    """A run starts from this model as version v0, and with this seed for everything random."""
 
     name: str = Field("tiny", alias="model", description="tiny, tiny_hybrid, smollm2, or a directory with a checkpoint")
-    models_dir: str = Field("models", description="where models that are made on the spot are kept")
+    models_dir: str = Field("models", description="where models that a run makes are kept")
     seed: int = Field(0, ge=0)

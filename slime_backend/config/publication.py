@@ -1,4 +1,4 @@
-"""How new weights are published."""
+"""This section configures how new weights are published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_backend.policy import Layout, Policy, PrefixSharing, decide
 
 
 class PublicationConfig(Section):
-    """What the policy is decided on, the way of the weights, and how many versions are kept."""
+    """The policy follows from these settings; they also choose the transport and how many versions are kept."""
 
     layout: Layout = "disjoint"
     disjoint_prefix_sharing: PrefixSharing = "off"
@@ -24,7 +24,7 @@ class PublicationConfig(Section):
     @field_validator("disjoint_prefix_sharing", mode="before")
     @classmethod
     def _known(cls, word: Any) -> Any:
-        """`auto` is among what a user may write; `make_config` replaces it before it comes here."""
+        """Check the mode. A user may write `auto`; `make_config` replaces it before this is called."""
         known = [*get_args(PrefixSharing), AUTO]
         if word not in known:
             raise ValueError(f"Input should be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}")

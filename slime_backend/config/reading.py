@@ -1,4 +1,4 @@
-"""A YAML file, then `--set key=value`: read once, checked, and every word of it decided."""
+"""`load_config` reads a YAML file and `--set key=value` once, checks them and resolves `auto`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     traffic: Expected | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> RunConfig:
-    """Read a YAML file and apply `key=value` overrides (values are YAML scalars or lists); the rest as `make_config`.
+    """Read a YAML file and apply `key=value` overrides (values are YAML scalars or lists); the rest is `make_config`.
 
     Raises ConfigError with one line.
     """
@@ -53,7 +53,7 @@ def load_config(
     # YAML reads a bare off/on as a boolean; here it is a mode's name.
     if isinstance(data.get(SHARING), bool):
         data[SHARING] = "retract" if data[SHARING] else "off"
-    return make_config(data, str(path), traffic=traffic, say=say)
+    return make_config(data, str(path), traffic=traffic, log=log)
 
 
 def _put(data: dict[str, Any], key: str, value: Any) -> None:
@@ -72,18 +72,18 @@ def make_config(
     where: str,
     *,
     traffic: Expected | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> RunConfig:
-    """The configuration of flat keys that were read at `where`. `disjoint_prefix_sharing: auto` becomes one of the
-    policy's words here, which `say` is told with the reason.
+    """Make the configuration of flat keys that were read at `where`.
 
-    `traffic`: what the engines will be asked; None where that isn't known. Raises ConfigError with one line.
+    `disjoint_prefix_sharing: auto` becomes one of the policy's modes here, which `log` gets with the reason. `traffic`:
+    the expected load of the engines; None where it isn't known. Raises ConfigError with one line.
     """
     if data.get(SHARING) != AUTO:
         return _checked(data, where)
-    others = _checked({**data, SHARING: "retract"}, where)  # which is possible wherever something is
+    others = _checked({**data, SHARING: "retract"}, where)  # retract is valid wherever another mode is
     sharing, why = resolve_sharing(AUTO, lambda: _start_facts(others, traffic))
-    say(f"{SHARING}={AUTO} takes {sharing}: {why}")
+    log(f"{SHARING}={AUTO} takes {sharing}: {why}")
     return _checked({**data, SHARING: sharing}, where)
 
 

@@ -1,4 +1,4 @@
-"""The one configuration object of a run: sections, of flat keys."""
+"""`RunConfig` is the one configuration object of a run: sections, made of flat keys."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from slime_backend.policy import Policy, check_radix_setting
 
 
 class RunConfig(BaseModel):
-    """Everything a run can be told. It is made of flat keys, which bear the names of the flags, and read by sections:
-    whoever is called is given the section that it needs.
+    """This has all settings of a run.
+
+    It is made of flat keys, named as the flags, and read by sections: a callee gets the section that it needs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -37,7 +38,7 @@ class RunConfig(BaseModel):
     trainer: TrainerConfig
     audit: AuditConfig
     tracking: TrackingConfig
-    gateway: Mapping[str, object] | None = Field(None, description="of `serve` and `up`; read by reef_service.config")
+    gateway: Mapping[str, object] | None = Field(None, description="for `serve` and `up`; read by reef_service.config")
 
     if TYPE_CHECKING:
 
@@ -70,7 +71,7 @@ class RunConfig(BaseModel):
         return Path(self.runs_dir) / self.name
 
     def to_record(self) -> dict[str, Any]:
-        """The flat keys and values as they may be written down: without keys of engines."""
+        """Return the flat keys and values that may be recorded: without the engines' API keys."""
         found: dict[str, Any] = {"name": self.name, "runs_dir": self.runs_dir}
         for section in SECTIONS:
             found |= getattr(self, section).model_dump(by_alias=True)

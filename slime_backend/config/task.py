@@ -1,4 +1,4 @@
-"""What the engines are asked, and how many rollouts are under way."""
+"""This section configures what the engines generate, and how many rollouts are in flight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_backend.config.section import Section
 
 
 class TaskConfig(Section):
-    """The task, its groups of rollouts, and the ledger that they are written to."""
+    """These settings choose the task, its groups of rollouts, and the ledger that they are written to."""
 
     name: Literal["character_kinds", "bare_sums"] = Field("character_kinds", alias="task")
     groups_per_step: int = Field(9, ge=1)
@@ -23,5 +23,5 @@ class TaskConfig(Section):
         16,
         alias="rollouts_segment_mib",
         gt=0,
-        description="of rollouts.jsonl, before it becomes a Parquet segment",
+        description="size of rollouts.jsonl at which it becomes a Parquet segment",
     )

@@ -1,4 +1,4 @@
-"""Where metrics go."""
+"""This section configures where metrics go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slime_backend.config.section import Section
 
 
 class TrackingConfig(Section):
-    """The tracker, and what W&B is asked for."""
+    """These settings choose the tracker and configure W&B."""
 
     kind: Literal["wandb", "tensorboard", "none"] = Field("wandb", alias="tracker", description="where metrics go")
     mode: Literal["offline", "online", "disabled"] = Field("offline", alias="wandb")

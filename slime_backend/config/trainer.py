@@ -1,4 +1,4 @@
-"""The trainer: how long, how fast, on which rollouts and on what hardware."""
+"""This section configures the trainer: how long, how fast, on which rollouts and on what hardware."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime_backend.provenance.staleness import StalenessPolicy
 
 
 class TrainerConfig(Section):
-    """Steps, the optimizer, what happens to stale tokens, and where the trainer runs."""
+    """These settings have the steps, the optimizer, the treatment of stale tokens, and the trainer's hardware."""
 
     steps: int = Field(16, ge=1)
     learning_rate: float = Field(1e-2, gt=0)
@@ -23,16 +23,16 @@ class TrainerConfig(Section):
     kind: Literal["torch", "deepspeed"] = Field(
         "torch", alias="trainer", description="deepspeed: pip install 'reef-slime[deepspeed]'"
     )
-    zero_stage: Literal[1, 2, 3] = Field(2, description="of trainer=deepspeed: what its processes share out")
+    zero_stage: Literal[1, 2, 3] = Field(2, description="for trainer=deepspeed: what is partitioned over its processes")
     processes: int = Field(
-        1, alias="trainer_processes", ge=1, le=64, description="of trainer=deepspeed; each trains on its share"
+        1, alias="trainer_processes", ge=1, le=64, description="for trainer=deepspeed; each trains on its share"
     )
-    threads: int = Field(1, alias="trainer_threads", ge=1, description="of each process")
+    threads: int = Field(1, alias="trainer_threads", ge=1, description="per process")
     device: str | None = Field(
         None,
         alias="trainer_device",
         pattern=r"^(cpu|cuda|cuda:[0-9]+)$",
-        description="of trainer=torch; none: a GPU of its own behind the engines' with device=cuda, else the CPU",
+        description="for trainer=torch; none: the GPU after the engines' with device=cuda, else the CPU",
     )
 
     @model_validator(mode="after")

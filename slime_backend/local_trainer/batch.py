@@ -1,9 +1,9 @@
-"""Collects the batch of one training step: full groups that the staleness policy lets through.
+"""`collect_batch` collects the batch of one training step: complete groups that the staleness policy accepts.
 
-    worker -> groups -> decide -> too stale: recorded, their places freed, others waited for
+    worker -> groups -> decide -> too stale: recorded, their slots freed, others waited for
                                -> the rest: a Batch of records, each with its decision
 
-Waiting ends: the trainer stands still while it waits, so what is started now has lag 0.
+Waiting ends: the trainer does no step while it waits, so rollouts that start now have lag 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slime_backend.provenance.staleness import BatchLag, Decision, StalenessPoli
 
 
 class GroupSource(Protocol):
-    """What a batch is collected from: `RolloutWorker`, or a list in a test."""
+    """A batch is collected from one of these: `RolloutWorker`, or a list in a test."""
 
     async def next_groups(self, count: int) -> list[list[RolloutRecord]]: ...
 
@@ -28,7 +28,7 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A rollout and what the staleness policy decided of it."""
+    """This pairs a rollout with the staleness policy's decision on it."""
 
     record: RolloutRecord
     decision: Decision
@@ -51,8 +51,10 @@ class Judged:
         )
 
     def fresh(self) -> list[int]:
-        """Per output token, 1 where the weights that are trained sampled it, from KV that they all computed. A token of
-        lag 0 over KV of an older version was sampled by no single model."""
+        """Return 1 for each output token that the current weights sampled from KV that they computed alone, else 0.
+
+        A token of lag 0 over KV of an older version was sampled by no single model.
+        """
         own = [0] * len(self.record.output_ids)
         for segment in self.record.segments:
             if all(span.version == segment.version for span in segment.context):
@@ -62,7 +64,7 @@ class Judged:
 
 @dataclass(slots=True)
 class Batch:
-    """What a step trains on, and what was looked at and dropped for it."""
+    """A batch holds the rollouts that a step trains on, and those that were dropped while it was collected."""
 
     groups: list[list[Judged]] = field(default_factory=list)
     dropped: list[Judged] = field(default_factory=list)
@@ -77,12 +79,12 @@ class Batch:
 
     @property
     def decisions(self) -> list[Decision]:
-        """Of every rollout that was looked at."""
+        """Return the decision on every rollout, kept or dropped."""
         return [judged.decision for judged in (*self.kept, *self.dropped)]
 
     @property
     def lag(self) -> BatchLag:
-        """Of what is trained on."""
+        """Return the lag of the tokens that are trained on."""
         return BatchLag.of(judged.decision.lag for judged in self.kept)
 
     def samples(self) -> list[list[Sample]]:
@@ -96,9 +98,9 @@ async def collect_batch(
     trainer_version: int,
     policy: StalenessPolicy,
     bound: int | None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Batch:
-    """`groups` groups to train on, oldest first. Raises what a rollout raised, and StalenessError."""
+    """Collect `groups` groups to train on, oldest first. Raises what a rollout raised, and StalenessError."""
     batch = Batch()
     while len(batch.groups) < groups:
         found = await source.next_groups(groups - len(batch.groups))
@@ -114,5 +116,5 @@ async def collect_batch(
                 emptied += 1
         if emptied:
             source.release(emptied)  # at once, so that new ones start with the current weights
-            say(f"staleness: {emptied} of {len(found)} groups are over max_version_lag={bound}; waiting for others")
+            log(f"staleness: {emptied} of {len(found)} groups are over max_version_lag={bound}; waiting for others")
     return batch

@@ -1,5 +1,8 @@
-"""Trainer checkpoints. The weights of version v<k> are saved before they are published, so a run that is resumed
-never has to make a version a second time, under a name that rollouts already bear."""
+"""This module reads and writes trainer checkpoints.
+
+The weights of version v<k> are saved before they are published, so a resumed run never has to make a version a second
+time, under a name that rollouts already have.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,14 @@ def version_name(step: int) -> str:
 
 
 def forget_unpublished(weights: Path, step: int) -> None:
-    """Remove the versions after `step`: a run that ended between the weights and the state of a step never published
-    them, and comes to other weights of that name when it goes on. Also what a killed writer of any version left."""
+    """Remove the versions after `step`, and what a killed writer of any version left.
+
+    A run that ended between the weights and the state of a step never published those versions, and makes other weights
+    of that name when it goes on.
+    """
     for directory in weights.glob("v*"):
         number = directory.name.removeprefix("v")
-        if number.isdecimal() and int(number) > step:  # whatever else a user keeps there stays
+        if number.isdecimal() and int(number) > step:  # other files of a user stay
             remove_weights(directory)
     remove_partials(weights, "v*")
 
@@ -35,15 +41,19 @@ def version_step(version: str) -> int:
 
 
 def save_trainer_state(run_dir: Path, state: dict[str, Any]) -> None:
-    """`state`: what the trainer needs to go on, with "trainer", its name in the config, and "step". The weights lie in
-    `weights/v<step>`, saved before this is called."""
+    """Save what the trainer needs to go on: `state`, with "trainer", its name in the config, and "step".
+
+    The weights are in `weights/v<step>`, saved before this is called.
+    """
     # Durable: a power cut must not leave the new name with nothing behind it.
     replace_file(RunDir(run_dir).trainer_state, lambda file: torch.save(state, file), durable=True)
 
 
 def load_trainer_state(run_dir: Path) -> dict[str, Any] | None:
-    """What `save_trainer_state` was given, or None where the run has no checkpoint yet. Raises RunError for a damaged
-    one."""
+    """Return what `save_trainer_state` was given, or None where the run has no checkpoint yet.
+
+    Raises RunError for a damaged one.
+    """
     path = RunDir(run_dir).trainer_state
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""A trainer's rank beside the controller: `python -m slime_backend.local_trainer.deepspeed_rank SETTINGS`."""
+"""`python -m slime_backend.local_trainer.deepspeed_rank SETTINGS` runs a trainer rank other than the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed around the model of the local trainer, and one step of GRPO on one of its ranks.
+"""This module wraps the local trainer's model in DeepSpeed and runs one step of GRPO on one of its ranks.
 
 A step is the same as `grpo_step`, to rounding: each rank runs its share of the samples, with advantages and shares of
 the loss computed over all of them, and ZeRO adds the gradients up. torch's Adam is handed to DeepSpeed, whose own for
@@ -32,7 +32,7 @@ from slime_backend.tracking.columns import StepMetrics
 
 
 def deepspeed(device: str) -> Any:
-    """The module; imported here only, since it takes seconds. Raises RunError without it.
+    """Import DeepSpeed and return the module, here only, since it takes seconds. Raises RunError without it.
 
     Without DS_ACCELERATOR it would look for GPUs and warn where there are none.
     """
@@ -50,7 +50,7 @@ def deepspeed(device: str) -> Any:
 
 
 class Applied(torch.nn.Module):
-    """Calls a function with the model: DeepSpeed sees a step as one forward, whatever it calls of the model."""
+    """This module calls a function with the model, so that DeepSpeed sees a step as one forward."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Applied(torch.nn.Module):
 
 
 def make_deepspeed_engine(model: Any, grpo: GrpoConfig, stage: int, device: str = "cpu") -> Any:
-    """DeepSpeed's engine around `Applied(model)`, on every rank of the default process group."""
+    """Return DeepSpeed's engine around `Applied(model)`, on every rank of the default process group."""
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": grpo.max_grad_norm,
@@ -81,7 +81,7 @@ def make_deepspeed_engine(model: Any, grpo: GrpoConfig, stage: int, device: str 
 
 
 def deepspeed_step(engine: Any, groups: Sequence[Sequence[Sample]], config: GrpoConfig) -> StepMetrics:
-    """`grpo_step` on every rank together, with all groups on each; returns the same metrics on each.
+    """Run `grpo_step` on all ranks, with all groups on each; returns the same metrics on each.
 
     The graphs of all micro-batches live until the one backward. A gradient that isn't finite is an error here too, but
     found after the update.
@@ -96,30 +96,30 @@ def deepspeed_step(engine: Any, groups: Sequence[Sequence[Sample]], config: Grpo
         return torch.stack(list(part_losses(model, prefix, batch, parts, config, trained))).sum()
 
     engine.backward(engine(loss_of) * ranks)  # ZeRO averages over ranks
-    together = _add_up(trained)
+    total = _add_up(trained)
     norm = 0.0
-    if together.signal:
+    if total.signal:
         engine.step()
         norm = float(engine.get_global_grad_norm())
     else:
         engine.optimizer.zero_grad()
-    if not math.isfinite(norm) or not math.isfinite(together.loss):
+    if not math.isfinite(norm) or not math.isfinite(total.loss):
         raise FloatingPointError(
-            f"gradient norm {norm}, loss {together.loss}: the weights are no longer usable; lower learning_rate"
+            f"gradient norm {norm}, loss {total.loss}: the weights are no longer usable; lower learning_rate"
         )
-    return step_metrics(batch, together, config, norm)
+    return step_metrics(batch, total, config, norm)
 
 
-def _add_up(mine: Trained) -> Trained:
-    """What all ranks' losses left behind."""
+def _add_up(local: Trained) -> Trained:
+    """Return the sums and rows of all ranks' losses."""
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (mine.rows(), mine.loss, mine.signal))
-    whole = Trained(shared_prefix=mine.shared_prefix)
+    dist.all_gather_object(parts, (local.rows(), local.loss, local.signal))
+    total = Trained(shared_prefix=local.shared_prefix)
     for (now, behaviour, stale, fresh), loss, signal in parts:
-        whole.now.append(now)
-        whole.behaviour.append(behaviour)
-        whole.stale.append(stale)
-        whole.fresh.append(fresh)
-        whole.loss += loss
-        whole.signal = whole.signal or signal
-    return whole
+        total.now.append(now)
+        total.behaviour.append(behaviour)
+        total.stale.append(stale)
+        total.fresh.append(fresh)
+        total.loss += loss
+        total.signal = total.signal or signal
+    return total

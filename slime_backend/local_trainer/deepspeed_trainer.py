@@ -1,11 +1,11 @@
-"""`trainer: deepspeed`: the model shared out over processes by ZeRO.
+"""`trainer: deepspeed` partitions the model over processes by ZeRO.
 
     controller = rank 0                         rank 1, 2, ...  (python -m slime_backend.local_trainer.deepspeed_rank)
     step, save_state, close    ->  command  ->  the same, together
     source.save, a transport   ->  bucket   ->  source.follow()
 
-Between two commands the other ranks follow the source (weight_sources/gathered.py). They stand behind the guard that
-engines stand behind (engine_guard.py): they can't outlive the controller, however that ends.
+Between two commands the other ranks follow the source (weight_sources/gathered.py). They run under the same guard as
+the engines (engine_process/guard.py): they can't outlive the controller, however that ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from slime_backend.weight_sources.gathered import STAND_BY_S
 
 HOST = "127.0.0.1"
 COLLECTIVE_S = 600.0  # one collective operation, once all ranks are at work
-START_S = 300.0  # importing torch, transformers and DeepSpeed takes a while where engines start beside it
+START_S = 300.0  # importing torch, transformers and DeepSpeed takes a while while engines start
 CLOSE_S = 60.0
 POLL_S = 0.1
 NOTICE_S = 2.0  # the guard sees the end of a rank a little later than its peers do
@@ -50,11 +50,11 @@ Groups = Sequence[Sequence[Sample]]
 
 
 class RankSettings(BaseModel):
-    """What a rank is told when it starts."""
+    """A rank is started with these settings."""
 
     rank: int
     ranks: int
-    port: int  # of the store where the ranks meet
+    port: int  # the store's, where the ranks meet
     weights: str
     template: str
     states: str
@@ -66,10 +66,10 @@ class RankSettings(BaseModel):
 
 
 class TrainerRank:
-    """One process's part: engine and source."""
+    """A rank has its part of the model in DeepSpeed's engine, and a source that publishes it."""
 
     def __init__(self, settings: RankSettings, store: dist.Store) -> None:
-        """Meets the other ranks. Raises RunError without DeepSpeed, or without the checkpoint to go on from."""
+        """Join the other ranks. Raises RunError without DeepSpeed, or without the checkpoint to go on from."""
         self.settings, self.grpo = settings, GrpoConfig(**settings.grpo)
         deepspeed("cpu")  # before anybody waits for this rank
         os.environ["LOCAL_RANK"] = str(settings.rank)
@@ -98,13 +98,13 @@ class TrainerRank:
         self.engine.save_checkpoint(str(self.states), tag=version_name(step))
 
     def announce(self, name: str | None, value: Any) -> tuple[str, Any]:
-        """The command of rank 0, on every rank."""
+        """Broadcast a command of rank 0; returns it on every rank."""
         command = [name, value]
         dist.broadcast_object_list(command, src=0, group=self.commands)
         return command[0], command[1]
 
     def follow(self) -> None:
-        """Do what rank 0 says until it says that it's over."""
+        """Execute the commands of rank 0 until it sends `close`."""
         while True:
             self.source.follow()
             name, value = self.announce(None, None)
@@ -117,7 +117,7 @@ class TrainerRank:
 
 
 class DeepSpeedTrainer:
-    """The trainer of the loop, in the controller's process: rank 0, and the processes of the others."""
+    """The controller trains through this class: it is rank 0, and starts the processes of the others."""
 
     def __init__(
         self,
@@ -129,11 +129,11 @@ class DeepSpeedTrainer:
         run_dir: Path,
         state: dict[str, Any] | None,
     ) -> None:
-        """Raises RunError where a rank doesn't start, or `state` was left by other settings."""
+        """Start the ranks. Raises RunError where one doesn't start, or `state` was left by other settings."""
         self.shape = {"trainer": "deepspeed", "zero_stage": config.zero_stage, "processes": config.processes}
         _check_state(state, self.shape)
         self.run_dir = run_dir
-        self._lock = threading.Lock()  # a step runs on a thread of its own, and may still do when the run is given up
+        self._lock = threading.Lock()  # a step has a thread of its own, and may still run when the run is cancelled
         self._followers: list[tuple[Popen[bytes], Path]] = []
         self._led = ExitStack()
         store = dist.TCPStore(HOST, 0, config.processes, is_master=True, wait_for_workers=False)
@@ -156,18 +156,18 @@ class DeepSpeedTrainer:
             self._wait_for_followers(store)
             self._mine = TrainerRank(first, store)
         except Exception as error:
-            explained = self._explained(error)
+            explained = self._explain(error)
             self._end_followers()
             raise explained from error
         self.source = self._mine.source
         self._led.enter_context(self.source.leading())
 
     def step(self, groups: Groups) -> StepMetrics:
-        with self._together("step", groups):
+        with self._on_all_ranks("step", groups):
             return self._mine.step(groups)
 
     def save_state(self, run_dir: Path, step: int) -> None:
-        with self._together("save_state", step):
+        with self._on_all_ranks("save_state", step):
             self._mine.save_state(step)
         save_trainer_state(run_dir, {**self.shape, "step": step})
         for older in RunDir(run_dir).deepspeed_states.iterdir():
@@ -176,32 +176,32 @@ class DeepSpeedTrainer:
 
     def close(self) -> None:
         if self._lock.acquire(timeout=CLOSE_S):
-            # A follower that failed is gone, and can't be told.
+            # A follower that failed is gone, and can't receive a command.
             with suppress(RuntimeError, TimeoutExpired):
-                self._tell("close", None)
+                self._send("close", None)
                 for follower, _ in self._followers:
                     follower.wait(CLOSE_S)
         self._end_followers()
         dist.destroy_process_group()
 
     @contextmanager
-    def _together(self, name: str, value: Any) -> Iterator[None]:
-        """What all ranks do at once; in between the others follow the source."""
+    def _on_all_ranks(self, name: str, value: Any) -> Iterator[None]:
+        """Run a command on all ranks; between two commands the others follow the source."""
         with self._lock:
             try:
-                self._tell(name, value)
+                self._send(name, value)
                 yield
             except RuntimeError as error:
-                raise self._explained(error) from error
+                raise self._explain(error) from error
             finally:
                 self._led.enter_context(self.source.leading())
 
-    def _tell(self, name: str, value: Any) -> None:
+    def _send(self, name: str, value: Any) -> None:
         self._led.close()  # the others leave source.follow()
         self._mine.announce(name, value)
 
-    def _explained(self, error: Exception) -> Exception:
-        """The error, or what ended a follower: rank 0 sees only that a connection is gone."""
+    def _explain(self, error: Exception) -> Exception:
+        """Return the error, or what ended a follower: rank 0 sees only that a connection is gone."""
         for number, (follower, log) in enumerate(self._followers, 1):
             with suppress(TimeoutExpired):
                 follower.wait(NOTICE_S)
@@ -211,7 +211,7 @@ class DeepSpeedTrainer:
         return error
 
     def _wait_for_followers(self, store: dist.Store) -> None:
-        """Until each is about to meet the others: that wait wouldn't see that one has ended."""
+        """Wait until each follower is about to join the others: joining wouldn't notice that one has ended."""
         here = [f"rank{number}" for number, _ in enumerate(self._followers, 1)]
         until = time.monotonic() + START_S
         while here and not store.check(here):

@@ -1,4 +1,4 @@
-"""Which GPUs each engine and the trainer get.
+"""`place` decides which GPUs each engine and the trainer get.
 
     device: cuda, engines: 2, engine_flags: [--tp-size, 2]      engine0: 0,1   engine1: 2,3   trainer: 4
 
@@ -27,12 +27,12 @@ _SIZES = {
     "pp": ("--pp-size", "--pipeline-parallel-size", "--pp"),
     "dp": ("--dp-size", "--data-parallel-size", "--dp"),
 }
-_PLACING = ("--base-gpu-id", "--gpu-id-step")  # of an engine that sees all GPUs
+_PLACING = ("--base-gpu-id", "--gpu-id-step")  # they choose among all GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`engines`: for each, what its CUDA_VISIBLE_DEVICES names; empty on a CPU. `trainer`: a device of torch."""
+    """A placement has the CUDA_VISIBLE_DEVICES of each engine (empty on a CPU) and the trainer's torch device."""
 
     engines: tuple[tuple[str, ...], ...]
     trainer: str
@@ -41,7 +41,7 @@ class Placement:
 def place(
     engines: EnginesConfig, trainer: TrainerConfig | None, *, visible: Callable[[], Sequence[str]] | None = None
 ) -> Placement:
-    """`trainer`: one runs as well; `visible`: the names of the GPUs that this process may use.
+    """Place the engines and, where one runs, the trainer; `visible` returns the names of the GPUs to use.
 
     Raises RunError where there are fewer GPUs than engines and trainer need.
     """
@@ -70,12 +70,15 @@ def place(
 
 
 def _trainer_device(engines: EnginesConfig, trainer: TrainerConfig) -> str:
-    """What was asked for; else a GPU where the engines have some. DeepSpeed's own processes are on the CPU."""
+    """Return the device that the config names, else a GPU where the engines have some.
+
+    DeepSpeed's own processes are on the CPU.
+    """
     return trainer.device or ("cuda" if engines.device == "cuda" and trainer.kind == "torch" else "cpu")
 
 
 def gpus_per_engine(flags: Sequence[str]) -> int:
-    """What an engine with these flags takes. Raises RunError for flags that place it by themselves."""
+    """Return how many GPUs an engine with these flags takes. Raises RunError for flags that place it themselves."""
     flat = [part for flag in flags for part in (flag.split("=", 1) if flag.startswith("--") else [flag])]
     for flag in _PLACING:
         if flag in flat:
@@ -90,18 +93,18 @@ def gpus_per_engine(flags: Sequence[str]) -> int:
 
 
 def _size(flat: Sequence[str], spellings: Sequence[str]) -> int:
-    """The last one counts, as SGLang reads it."""
+    """Return the value of the last of these flags, as SGLang reads them."""
     size = 1
     for flag, value in itertools.pairwise(flat):
         if flag in spellings:
             if not value.isdecimal() or int(value) < 1:
-                raise RunError(f"engine_flags: {flag} {value!r} must be a whole number from 1 on")
+                raise RunError(f"engine_flags: {flag} {value!r} must be an integer of at least 1")
             size = int(value)
     return size
 
 
 def visible_gpus() -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES of the GPUs that this process may use, in torch's order."""
+    """Return the names for CUDA_VISIBLE_DEVICES of the GPUs that this process may use, in torch's order."""
     return names_of(os.environ, _count())
 
 
@@ -114,7 +117,7 @@ def names_of(environment: Mapping[str, str], count: int) -> list[str]:
 
 @cache
 def _count() -> int:
-    """Counted by a child, so that this process has no business with CUDA yet. Raises RunError."""
+    """Count the GPUs in a child, so that this process doesn't initialise CUDA yet. Raises RunError."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=COUNT_S, check=True)

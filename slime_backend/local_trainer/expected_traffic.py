@@ -1,4 +1,4 @@
-"""The traffic that a run of the local trainer will put on one engine, known from its configuration alone."""
+"""`expected_traffic` estimates a run's traffic on one engine from its configuration alone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from slime_backend.config import EnginesConfig, ModelConfig, TaskConfig
 from slime_backend.local_trainer.task import make_task
 from slime_backend.planner.traffic import Traffic
 
-QUESTIONS = 24  # of the task, that stand for all
-CHARACTERS_PER_TOKEN = 4  # of English text; the tiny models have a token for each byte
+QUESTIONS = 24  # a sample of the task's
+CHARACTERS_PER_TOKEN = 4  # in English text; the tiny models have a token for each byte
 
 
 def expected_traffic(settings: TaskConfig, engines: EnginesConfig, model: ModelConfig) -> Traffic:
-    """Prompts and answers are the task's own; how often weights are published isn't known, and one second stands for
-    it."""
+    """Return the task's own prompts and answers; the publication interval isn't known and is set to one second."""
     task = make_task(settings.name)
     questions = list(itertools.islice(task.questions(random.Random(model.seed)), QUESTIONS))
     characters = 1 if model.name.startswith("tiny") else CHARACTERS_PER_TOKEN

@@ -1,4 +1,4 @@
-"""One optimisation step of GRPO on rollouts that an engine sampled under older weights.
+"""`grpo_step` runs one optimisation step of GRPO on rollouts that an engine sampled under older weights.
 
     rewards of a group of n answers to one prompt  ->  advantage A_i = (r_i - mean) / (std + eps), 0 if all are equal
     ratio   w_t  = exp(log p_now(t) - log p_engine(t)), the engine's recorded log-prob being the behaviour policy,
@@ -34,7 +34,7 @@ from slime_backend.tracking.columns import StepMetrics
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One finished rollout, as the engine returned it."""
+    """A sample is one finished rollout, as the engine returned it."""
 
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
@@ -44,7 +44,7 @@ class Sample:
     versions: tuple[str, ...] = ()  # weight versions that sampled its tokens, oldest first
     loss_mask: Sequence[int] | None = None  # per output token, 0 = not trained on; None = all are
     stale: Sequence[int] | None = None  # per output token, 1 = masked where its ratio isn't trusted; None = none is
-    temperature: float | Sequence[float] = 1.0  # that it was sampled at: of the sample, or one per output token
+    temperature: float | Sequence[float] = 1.0  # at which it was sampled: one value, or one per output token
     # Per output token, 1 = sampled by the weights that are trained, from KV that they computed: its ratio should be 1.
     fresh: Sequence[int] | None = None
 
@@ -74,20 +74,20 @@ class Sample:
 
     @property
     def temperatures(self) -> Sequence[float]:
-        """One per output token."""
+        """Return one temperature per output token."""
         if isinstance(self.temperature, int | float):
             return [float(self.temperature)] * len(self.output_ids)
         return self.temperature
 
     @property
     def divisors(self) -> list[float]:
-        """What the logits of each output token are divided by; 1 for a greedy one, which is never trained on."""
+        """Return what the logits of each output token are divided by; 1 for a greedy one, which is never trained on."""
         return [scored_temperature(t) for t in self.temperatures]
 
 
 @dataclass(frozen=True, slots=True)
 class GrpoConfig(TrustedRatios):
-    """Settings of a step. The defaults are those measured for the tiny model."""
+    """These are the settings of a step. The defaults are those measured for the tiny model."""
 
     learning_rate: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.95)
@@ -105,7 +105,7 @@ class GrpoConfig(TrustedRatios):
 
 
 def group_advantages(rewards: Sequence[float], epsilon: float = 1e-6) -> list[float]:
-    """(r - mean) / (population std + epsilon) inside one group.
+    """Return (r - mean) / (population std + epsilon) inside one group.
 
     A group whose rewards are all equal carries no preference: its advantages are exactly 0, also where rounding leaves
     a std that is not (the division would blow the rounding error up to size 1).
@@ -122,19 +122,21 @@ def group_advantages(rewards: Sequence[float], epsilon: float = 1e-6) -> list[fl
 def policy_loss(
     logprobs: Tensor, behaviour: Tensor, advantages: Tensor, weights: Tensor, stale: Tensor, config: GrpoConfig
 ) -> tuple[Tensor, Tensor]:
-    """The loss and the importance weight of every token, both over all tokens laid in one row.
+    """Return the loss and the importance weight of every token, both over all tokens concatenated.
 
     All tensors have shape (tokens,): log-probs now (with gradient), those of the version that sampled each token, each
-    token's advantage, its share of the normalisation (0 = masked out; they sum to 1 over the whole step), and whether
-    it is stale (bool).
+    token's advantage, its share of the normalisation (0 = masked out; they sum to 1 over the complete step), and
+    whether it is stale (bool).
     """
     importance = importance_weights((logprobs.detach() - behaviour).exp(), stale, config)
     return -(weights * importance * advantages * logprobs).sum(), importance
 
 
 def token_logprobs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
-    """Log-prob (at the sample's temperature, with gradient) of every output token under `model`: one (output length,)
-    per sample."""
+    """Return the log-prob of every output token under `model`: one (output length,) per sample, with gradient.
+
+    It is at the sample's temperature.
+    """
     prefix = SharedPrefix.run(model, [s.prompt_ids for s in samples])
     return _sample_logprobs(model, prefix, samples)
 
@@ -151,8 +153,11 @@ def make_optimizer(model: Any, config: GrpoConfig) -> torch.optim.Adam:
 
 @dataclass(slots=True)
 class Trained:
-    """What the losses of a step left behind: of every trained token its log-prob now, that of the version that sampled
-    it, whether it is stale, and whether these weights sampled it; all (tokens,)."""
+    """The losses of a step collect their figures here.
+
+    For every trained token: its log-prob now, that of the version that sampled it, whether it is stale, and whether
+    these weights sampled it; all (tokens,).
+    """
 
     now: list[Tensor] = field(default_factory=list)
     behaviour: list[Tensor] = field(default_factory=list)
@@ -168,7 +173,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The samples of a step with their advantages and their tokens' shares, both over all of the step's groups."""
+    """This is a step's samples with their advantages and their tokens' shares, over all of the step's groups."""
 
     samples: list[Sample]
     advantages: list[float]
@@ -177,7 +182,7 @@ class StepBatch:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[Sample]], config: GrpoConfig) -> StepBatch:
-        """Raises ValueError for an empty one."""
+        """Make the batch of these groups. Raises ValueError where they have no sample."""
         samples = [s for group in groups for s in group]
         if not samples:
             raise ValueError("a step needs at least one sample")
@@ -194,7 +199,7 @@ class StepBatch:
         return [s.prompt_ids for s in self.samples]
 
     def parts(self, config: GrpoConfig, rank: int = 0, ranks: int = 1) -> list[list[tuple[int, bool]]]:
-        """Micro-batches of one of `ranks` processes: (sample's number, whether it counts).
+        """Return the micro-batches of one of `ranks` processes: (sample's number, whether it counts).
 
         Every rank has as many, since with ZeRO each forward is an operation of all of them; a rank that has fewer
         samples runs some of another's as well, without counting them.
@@ -214,7 +219,7 @@ def part_losses(
     config: GrpoConfig,
     trained: Trained,
 ) -> Iterator[Tensor]:
-    """The scalar loss of each part; their sum is the loss of the step. Fills `trained`."""
+    """Yield the scalar loss of each part; their sum is the loss of the step. Fills `trained`."""
     trained.shared_prefix = prefix.length
     for part in parts:
         samples = [batch.samples[i] for i, _ in part]
@@ -241,7 +246,7 @@ def part_losses(
 def grpo_step(
     model: Any, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Sample]], config: GrpoConfig
 ) -> StepMetrics:
-    """One update of `model` in place on complete groups; deterministic for equal inputs and one thread.
+    """Update `model` in place once, on complete groups; deterministic for equal inputs and one thread.
 
     A step without any signal (every group's rewards equal, or every token masked) leaves weights and optimizer
     untouched, since Adam's momentum would otherwise move them. Raises ValueError on an empty batch and

@@ -1,4 +1,4 @@
-"""Real engines on this machine, started from a configuration and admitted to a fleet."""
+"""This module starts real engines on this machine from a configuration and admits them to a fleet."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from slime_backend.local_trainer.devices import place
 from slime_backend.policy import Policy
 from slime_backend.run_files import RunDir
 
-WATCH_S = 2.0  # between two looks at the engines of `reef-slime up`
+WATCH_S = 2.0  # between two checks of the engines of `reef-slime up`
 
 
 def make_engines(config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path) -> list[LocalEngine]:
-    """As many LocalEngines as the configuration names, not started. Raises RunError where there are too few GPUs."""
+    """Make as many LocalEngines as the configuration names, not started. Raises RunError for too few GPUs."""
     ports = config.ports or [0] * config.count
     devices = place(config, None).engines
     return [
@@ -52,22 +52,22 @@ def make_engines(config: EnginesConfig, policy: Policy, model: Path, version: st
 
 @asynccontextmanager
 async def running_fleet(
-    config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path, say: Callable[[str], None]
+    config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path, log: Callable[[str], None]
 ) -> AsyncIterator[Fleet]:
-    """Start the engines side by side, admit each to a fleet at `version`, stop them all at the end.
+    """Start the engines concurrently, admit each to a fleet at `version`, stop them all at the end.
 
     Raises EngineStartError, EngineUnfit or PortOccupiedError, after every started engine was stopped.
     """
     engines = make_engines(config, policy, model, version, log_dir)
-    async with started_fleet(engines, config, policy, version, say) as fleet:
+    async with started_fleet(engines, config, policy, version, log) as fleet:
         yield fleet
 
 
 @asynccontextmanager
 async def started_fleet(
-    engines: Sequence[LocalEngine], config: EnginesConfig, policy: Policy, version: str, say: Callable[[str], None]
+    engines: Sequence[LocalEngine], config: EnginesConfig, policy: Policy, version: str, log: Callable[[str], None]
 ) -> AsyncIterator[Fleet]:
-    """`running_fleet` of these engines."""
+    """Start these engines as `running_fleet` does."""
     keys = config.keys_to_send
     for engine in engines:
         engine.check()
@@ -75,7 +75,7 @@ async def started_fleet(
     try:
         for engine in engines:
             await asyncio.to_thread(engine.start)
-            say(f"{engine.name} starts on {engine.url} (log: {engine.log_path})")
+            log(f"{engine.name} starts on {engine.url} (log: {engine.log_path})")
         await asyncio.gather(*(asyncio.to_thread(e.wait_ready, config.ready_s) for e in engines))
         fleet = Fleet(policy, version, wait_s=config.wait_s)
         for engine in engines:
@@ -95,7 +95,7 @@ async def serve_engines(
     policy: Policy,
     model: Path,
     *,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     ready: Callable[[list[str]], None],
 ) -> None:
     """Start the engines, call `ready` with their URLs, and keep them until this is cancelled.
@@ -105,11 +105,11 @@ async def serve_engines(
     logs = Path(tempfile.mkdtemp(prefix="reef-slime-up-"))
     try:
         engines = make_engines(config, policy, model, "v0", logs)
-        async with started_fleet(engines, config, policy, "v0", say) as fleet:
+        async with started_fleet(engines, config, policy, "v0", log) as fleet:
             ready([m.client.url for m in fleet.members.values()])
             await until_one_is_gone([(m.client, e.alive) for m, e in zip(fleet.members.values(), engines, strict=True)])
     except EngineStartError as error:
-        # Why an engine ended stands in its log alone.
+        # Only its log has the reason why an engine ended.
         raise EngineStartError(f"{error}; the engines' logs are in {logs}") from error
     except BaseException:
         shutil.rmtree(logs, ignore_errors=True)
@@ -117,7 +117,7 @@ async def serve_engines(
 
 
 async def until_one_is_gone(engines: Sequence[tuple[EngineClient, Callable[[], bool]]]) -> None:
-    """Look at the engines again and again, each with whether its process is alive. Raises EngineStartError."""
+    """Check the engines repeatedly; raises EngineStartError once one is gone. Each comes with its process's `alive`."""
     while True:
         await asyncio.sleep(WATCH_S)
         for client, alive in engines:

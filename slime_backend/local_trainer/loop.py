@@ -1,9 +1,9 @@
-"""The local run: asynchronous GRPO on one machine, publishing to live engines at every step.
+"""`train` is the local run: asynchronous GRPO on one machine, publishing to live engines at every step.
 
     rollouts   worker keeps requests in flight on the engines, always
     step k     next groups -> grpo_step -> its row in steps.jsonl -> weights v<k> and trainer state on disk
                -> publish v<k> while they fly -> its line in publications.jsonl (resumption.py: kills in between)
-    end        drain, audit (unless it goes on beside the training: audit_beside.py), summary, report
+    end        drain, audit (or the end of the one in audit_process.py), summary, report
 
 Files of a run are listed in docs/runs.md.
 """
@@ -26,7 +26,7 @@ from slime_backend.config import AuditConfig, ModelConfig, RunConfig
 from slime_backend.errors import RunError, RunMisused
 from slime_backend.fleet import Fleet
 from slime_backend.ledger.lock import describe_holder, lock_run
-from slime_backend.local_trainer.audit_beside import AuditBeside
+from slime_backend.local_trainer.audit_process import AuditProcess
 from slime_backend.local_trainer.batch import Batch, collect_batch
 from slime_backend.local_trainer.checkpoint import (
     check_resumable,
@@ -37,7 +37,7 @@ from slime_backend.local_trainer.checkpoint import (
 from slime_backend.local_trainer.devices import place
 from slime_backend.local_trainer.local_fleet import running_fleet
 from slime_backend.local_trainer.memory import PeakMemory
-from slime_backend.local_trainer.resumption import log_again, log_step, make_good
+from slime_backend.local_trainer.resumption import log_again, log_step, reconcile
 from slime_backend.local_trainer.retention import audit_is_behind, prune
 from slime_backend.local_trainer.rollouts import RolloutWorker
 from slime_backend.local_trainer.task import make_task
@@ -59,19 +59,19 @@ from slime_backend.tracking.metrics import of_rollouts, publication_metrics
 from slime_backend.tracking.tracker import Tracker, make_tracker
 from slime_backend.transports import DiskTransport, Transport
 
-NAMED_VIOLATIONS = 10  # of those found at once
+NAMED_VIOLATIONS = 10  # that are logged one by one after a step
 
 
 @dataclass(slots=True)
 class Reporter:
-    """Where a run's progress goes; the command line puts bars or lines behind it."""
+    """A run reports its progress here; the command line shows it as bars or lines."""
 
-    say: Callable[[str], None] = print
+    log: Callable[[str], None] = print
     progress: Callable[[str, int, int], None] = field(default=lambda stage, done, total: None)
 
 
 def base_model(config: ModelConfig) -> Path:
-    """The directory of the model to start from; made on the spot where it is one of ours."""
+    """Return the directory of the model to start from; one of ours is made where it is missing."""
     made = Path(config.models_dir)
     if config.name == "tiny":
         return models.make_tiny_model(made / f"tiny-seed{config.seed}", seed=config.seed)
@@ -88,8 +88,10 @@ def base_model(config: ModelConfig) -> Path:
 
 
 def choose_run_dir(named: Path, resume: Path | None) -> Path:
-    """Where the run writes: `named` by its configuration, or what it resumes. Raises RunError for a resume of what
-    isn't a run."""
+    """Return where the run writes: `named` by its configuration, or the run that it resumes.
+
+    Raises RunError for a resume of what isn't a run.
+    """
     if resume is None:
         return new_run_dir(named)
     if not is_used(resume):
@@ -129,7 +131,7 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
     if resume:
         check_resumable(run_dir, state, base)
         forget_unpublished(files.all_weights, first_step)
-        make_good(run_dir, first_step, config.policy, config.publication.transport, reporter.say)
+        reconcile(run_dir, first_step, config.policy, config.publication.transport, reporter.log)
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.model.seed + first_step)
     version = version_name(first_step)
@@ -147,31 +149,32 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
     weights = files.weights(version) if state else base
     device = place(config.engines, config.trainer).trainer
     trainer = make_trainer(config.trainer, config.model.seed, device, weights, base, run_dir, state)
-    reporter.say(f"policy: {config.policy}")
+    reporter.log(f"policy: {config.policy}")
     memory = PeakMemory()
     outcome: dict[str, Any] = {"completed": False}
     audit: AuditResult | None = None
-    beside = AuditBeside(config.audit, run_dir) if config.audit.beside and config.audit.rollouts else None
+    audit_process = AuditProcess(config.audit, run_dir) if config.audit.concurrent and config.audit.rollouts else None
     try:
         with memory, closing(trainer):
             served = files.weights(version)
             await asyncio.to_thread(trainer.source.save, served)
-            async with running_fleet(config.engines, config.policy, served, version, run_dir, reporter.say) as fleet:
+            async with running_fleet(config.engines, config.policy, served, version, run_dir, reporter.log) as fleet:
                 outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
-                run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, beside, version)
-                if beside is not None:
-                    beside.start()
+                run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, audit_process, version)
+                if audit_process is not None:
+                    audit_process.start()
                 try:
                     await run.steps(first_step)
                 finally:
                     await asyncio.shield(run.close())
             if config.audit.rollouts:
-                audit = await _audit(config.audit, run_dir, beside, reporter)
-                tell_violations(beside.news() if beside else audit.violations, tracker, reporter)
+                audit = await _audit(config.audit, run_dir, audit_process, reporter)
+                found = audit_process.new_violations() if audit_process else audit.violations
+                report_violations(found, tracker, reporter)
         outcome["completed"] = True
     finally:
-        if beside is not None:
-            await asyncio.to_thread(beside.stop)
+        if audit_process is not None:
+            await asyncio.to_thread(audit_process.stop)
         policies = policies_of(run_dir, config.policy)
         facts = {
             **outcome,
@@ -185,23 +188,26 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
         }
         summary, why_not = _summary(run_dir, facts)
         if why_not:
-            reporter.say(why_not)
+            reporter.log(why_not)
         tracker.finish(summary)
-        report_at_the_end(run_dir, reporter.say)
+        report_at_the_end(run_dir, reporter.log)
     if why_not:
         raise RunError(why_not)
     return summary
 
 
 def policies_of(run_dir: Path, current: Policy) -> list[Policy]:
-    """The policies of a run's publications, in their order, and the current one: a resumed run may have another."""
+    """Return the policies of a run's publications in order, then the current one, which a resume may have changed."""
     found = map(policy_of, sound_rows(RunDir(run_dir).publications))
     return list(dict.fromkeys([*(policy for policy in found if policy is not None), current]))
 
 
 def _summary(run_dir: Path, facts: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The summary that was written and ""; or the facts alone and why there is none. What comes after it, the tracker's
-    last call and the report, must not be lost to a full disk, a damaged file or a lack of memory here."""
+    """Write the summary; return it and "", or the facts alone and why there is none.
+
+    What comes after it, the tracker's last call and the report, must not be lost to a full disk, a damaged file or a
+    lack of memory here.
+    """
     try:
         return write_summary(run_dir, facts), ""
     except Exception as error:
@@ -209,15 +215,17 @@ def _summary(run_dir: Path, facts: dict[str, Any]) -> tuple[dict[str, Any], str]
         return facts, f"no summary: {what}; the run's other files are there, {RunDir(run_dir).summary} is not"
 
 
-async def _audit(config: AuditConfig, run_dir: Path, beside: AuditBeside | None, reporter: Reporter) -> AuditResult:
-    """What the audit beside the training found; one that is made now where there is none, or it failed."""
-    if beside is not None:
-        reporter.say("audit: what is left of the audit beside the training")
-        found = await beside.result()
+async def _audit(
+    config: AuditConfig, run_dir: Path, audit_process: AuditProcess | None, reporter: Reporter
+) -> AuditResult:
+    """Return the result of the audit process, or of an audit made now where there is none or it failed."""
+    if audit_process is not None:
+        reporter.log("audit: waiting for the audit process to check the remaining rollouts")
+        found = await audit_process.result()
         if found is not None:
             return found
-        reporter.say(f"the audit beside the training ended early ({beside.why_not()}); it is made now")
-    reporter.say("audit: recomputing rollouts under the versions that they claim")
+        reporter.log(f"the audit process ended early ({audit_process.last_line()}); the audit is made now")
+    reporter.log("audit: recomputing rollouts under the versions that they claim")
     audit = await asyncio.to_thread(
         audit_run,
         run_dir,
@@ -230,14 +238,14 @@ async def _audit(config: AuditConfig, run_dir: Path, beside: AuditBeside | None,
     return audit
 
 
-def tell_violations(found: Sequence[Violation], tracker: Tracker, reporter: Reporter) -> None:
+def report_violations(found: Sequence[Violation], tracker: Tracker, reporter: Reporter) -> None:
     tracker.alert(audit_alerts([v.receipt for v in found]))
     for violation in found[:NAMED_VIOLATIONS]:
-        reporter.say(f"audit violation: {violation}")
+        reporter.log(f"audit violation: {violation}")
 
 
 class _Run:
-    """The part of a run during which engines live."""
+    """This is the part of a run during which the engines live."""
 
     def __init__(
         self,
@@ -248,17 +256,17 @@ class _Run:
         tracker: Tracker,
         reporter: Reporter,
         run_dir: Path,
-        beside: AuditBeside | None,
+        audit_process: AuditProcess | None,
         started_from: str,
     ) -> None:
-        self.beside = beside
+        self.audit_process = audit_process
         self.config, self.fleet, self.trainer = config, fleet, trainer
         self.started_from = started_from
         self.tracker, self.reporter, self.run_dir = tracker, reporter, run_dir
         task = make_task(config.task.name)
         tokenizer = models.load_tokenizer(base)
         self.tokenizer = tokenizer
-        self.worker = RolloutWorker(fleet, config.task, config.model.seed, task, tokenizer, run_dir, reporter.say)
+        self.worker = RolloutWorker(fleet, config.task, config.model.seed, task, tokenizer, run_dir, reporter.log)
         files = RunDir(run_dir)
         self.publications = JsonlWriter(files.publications, durable=True)
         self.steps_file = JsonlWriter(files.steps, durable=True)
@@ -281,7 +289,7 @@ class _Run:
                 trainer_version=step - 1,
                 policy=self.config.trainer.staleness,
                 bound=self.config.trainer.max_version_lag,
-                say=self.reporter.say,
+                log=self.reporter.log,
             )
             self._log_decisions(step, batch)
             metrics = await asyncio.to_thread(self._train, batch)
@@ -296,11 +304,11 @@ class _Run:
             report = await self._publish(version)
             await self._remove_old_versions(step)
             self._record_publication(step, batch, row, report)
-            if self.beside is not None:
-                tell_violations(self.beside.news(), self.tracker, self.reporter)
+            if self.audit_process is not None:
+                report_violations(self.audit_process.new_violations(), self.tracker, self.reporter)
 
     def _log_decisions(self, step: int, batch: Batch) -> None:
-        """A line for each rollout that isn't trained on whole and as it is, before the step: a crash keeps it."""
+        """Log each rollout that isn't trained on unchanged and in full, before the step: a crash keeps it."""
         for decision in batch.decisions:
             if decision.action != "train":
                 self.staleness.append({"step": step, **decision.to_json()})
@@ -310,7 +318,7 @@ class _Run:
 
     async def _remove_old_versions(self, step: int) -> None:
         keep = self.config.publication.keep_versions
-        if keep is None or (self.beside is not None and await asyncio.to_thread(audit_is_behind, self.run_dir)):
+        if keep is None or (self.audit_process is not None and await asyncio.to_thread(audit_is_behind, self.run_dir)):
             return
         weights, in_flight = RunDir(self.run_dir).all_weights, self.worker.versions_in_flight()
         await asyncio.to_thread(prune, weights, step, keep, in_flight, self.started_from)
@@ -320,7 +328,7 @@ class _Run:
         alerts = gap_alerts(step, gap, tokens, self.config.engines.dtype, self.config.task.temperature)
         self.tracker.alert(alerts)
         for alert in alerts:
-            self.reporter.say(f"{alert.title}: {alert.text}")
+            self.reporter.log(f"{alert.title}: {alert.text}")
 
     async def _publish(self, version: str) -> PublicationReport:
         try:
@@ -332,11 +340,11 @@ class _Run:
         self.publications.append(report.to_json())
         self.tracker.alert(publication_alerts(report))
         for engine, reason in report.unconfirmed.items():
-            self.reporter.say(f"publication {version}: {engine} is retired: {reason}")
+            self.reporter.log(f"publication {version}: {engine} is retired: {reason}")
         return report
 
     def _record_step(self, step: int, batch: Batch, metrics: StepMetrics) -> dict[str, Any]:
-        """The step's line in steps.jsonl, before its weights are saved: no kill can leave weights without it."""
+        """Write the step's line in steps.jsonl before its weights are saved: no kill can leave weights without it."""
         records, lag = batch.records, batch.lag
         staleness = {
             **count(batch.decisions),
@@ -366,7 +374,7 @@ class _Run:
         answers = [self.tokenizer.decode(r.output_ids, skip_special_tokens=False) for r in records]
         self.tracker.add_rollouts(records, answers, [judged.decision.lag.max for judged in batch.kept])
         self.reporter.progress("train", step, self.config.trainer.steps)
-        self.reporter.say(
+        self.reporter.log(
             f"step {step:>3}/{self.config.trainer.steps}  reward {row['reward_mean']:.3f}  lag {row['lag_mean']:.2f}  "
             f"published {report.version} to {figures['confirmed']}/{len(report.engines)} engines, paused "
             f"{figures['paused_ms_max']:.0f} ms, retracted {figures['requests_retracted']:.0f} in flight"

@@ -1,4 +1,4 @@
-"""Peak memory of this process and all that it started."""
+"""`PeakMemory` measures the peak memory of this process and its children."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INTERVAL_S = 1.0
 
 
 class PeakMemory:
-    """Samples the resident memory of the process tree in a thread; `peak_gib` is the largest sum seen.
+    """A thread samples the resident memory of the process tree; `peak_gib` is the largest sum seen.
 
     Pages that processes share are counted in each of them, so the figure is an upper bound.
     """

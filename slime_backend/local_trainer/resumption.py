@@ -1,4 +1,4 @@
-"""What a run that goes on finds of the steps before it, and what it makes good.
+"""This module brings the files of a resumed run into line with its last checkpoint.
 
     step k:   row in steps.jsonl -> weights v<k> and trainer.pt on disk -> publish v<k> -> line in publications.jsonl
 
@@ -24,31 +24,33 @@ from slime_backend.tracking.metrics import publication_row_metrics, rollout_row_
 from slime_backend.tracking.tracker import Tracker
 
 
-def make_good(run_dir: Path, step: int, policy: Policy, transport: str, say: Callable[[str], None]) -> None:
-    """Make the files say what the checkpoint of `step` says; the lines that others were written for stay."""
+def reconcile(run_dir: Path, step: int, policy: Policy, transport: str, log: Callable[[str], None]) -> None:
+    """Make the files agree with the checkpoint of `step`; lines of earlier steps stay."""
     run = RunDir(run_dir)
     superseded = _supersede_after(run, step)
     if superseded:
         numbers = ", ".join(map(str, superseded))
-        say(f"step {numbers} was trained and not saved: it is trained again; its row is in {run.superseded_steps.name}")
+        log(f"step {numbers} was trained and not saved: it is trained again; its row is in {run.superseded_steps.name}")
     rows = {row.get("step") for row in sound_rows(run.steps)}
     if step and step not in rows:
-        say(
+        log(
             f"step {step} has no row in {run.steps.name}: its weights are those of v{step}, its rollouts can't be named"
         )
     if step and version_name(step) not in {row["version"] for row in sound_rows(run.publications)}:
         _note_unknown(run, step, policy, transport)
-        say(f"whether v{step} was published before the run ended isn't known; the engines start with it now")
+        log(f"whether v{step} was published before the run ended isn't known; the engines start with it now")
 
 
 def log_again(run_dir: Path, tracker: Tracker) -> None:
-    """Log every step and publication that the files have, in the order of the first time: the tracker may have lost any
-    of them with the process, and a row that it has is the same one at the same place."""
+    """Log every step and publication that the files have, in their first order.
+
+    The tracker may have lost any of them with the process; a row that it has already is the same one at the same place.
+    """
     run = RunDir(run_dir)
     published = {row["version"]: row for row in sound_rows(run.publications) if row["state"] == "resumed"}
     for row in sound_rows(run.steps):
         step = row.get("step")
-        if not isinstance(step, int) or "classes" not in row:  # of another program's run
+        if not isinstance(step, int) or "classes" not in row:  # another program's row
             continue
         log_step(tracker, row)
         report = published.get(version_name(step))
@@ -57,13 +59,13 @@ def log_again(run_dir: Path, tracker: Tracker) -> None:
 
 
 def log_step(tracker: Tracker, row: dict[str, Any]) -> None:
-    """`row`: a line of steps.jsonl."""
+    """Log a row of steps.jsonl."""
     tracker.log("train", row["step"], train_metrics(row))
     tracker.log("rollout", row["step"], rollout_row_metrics(row))
 
 
 def _supersede_after(run: RunDir, step: int) -> list[int]:
-    """Move the rows of later steps, and of a step that is there twice, out of steps.jsonl; their steps."""
+    """Move the rows of later steps, and of a step that is there twice, out of steps.jsonl; return their steps."""
     path = run.steps
     if not path.is_file():
         return []
@@ -75,7 +77,7 @@ def _supersede_after(run: RunDir, step: int) -> list[int]:
         number = (record or {}).get("step")
         if record is not None and isinstance(number, int) and (number > step or number in seen):
             moved.append(record)
-        elif line.endswith(b"\n"):  # a torn last line is nothing
+        elif line.endswith(b"\n"):  # an incomplete last line is dropped
             kept.append(line)
             seen.add(number)
     if moved:

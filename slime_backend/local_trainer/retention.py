@@ -1,14 +1,14 @@
-"""`keep_versions`: removes checkpoints of versions that nobody needs any longer.
+"""`keep_versions` removes checkpoints of versions that nothing needs any longer.
 
 A version is needed while it is one of the last `keep`, or
 
-    the engines were started from it        a process that starts again reads it
-    a request in flight began under it      its rollout will name it, or a later version
-    the audit beside the training is behind   no version is removed until it has caught up
+    the engines were started from it     a process that starts again reads it
+    a request in flight began under it   its rollout will name it, or a later version
+    the audit process is behind          no version is removed until it has caught up
 
 The trainer's state is of the last version, so a resumed run has what it needs. An audit at the end finds the last
-versions only, and counts the rollouts of the others (`gone`): with `keep_versions` audit beside the training. The local
-trainer's weights are under nobody's lease: a gateway's leases are on samples.
+versions only, and counts the rollouts of the others (`gone`): with `keep_versions` set `audit_beside`. The local
+trainer's weights are under no lease: a gateway's leases are on samples.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from slime_backend.run_files.directory import remove_weights
 
 
 def removable(present: Iterable[str], step: int, keep: int, needed: Iterable[str]) -> list[str]:
-    """Versions of `present` that may go once v<step> is published: not among the last `keep`, not one of `needed`, and
-    not after the oldest of them, since a rollout that began under it may name any later version. Oldest first."""
+    """Return the versions of `present` that may go once v<step> is published, oldest first.
+
+    None is among the last `keep`, is one of `needed`, or comes after the oldest of these, since a rollout that began
+    under it may name any later version.
+    """
     numbers = {int(n.removeprefix("v")): n for n in present if n.startswith("v") and n.removeprefix("v").isdecimal()}
     needed_numbers = [int(n.removeprefix("v")) for n in needed]
     oldest = min([step - keep + 1, *needed_numbers])
@@ -30,7 +33,7 @@ def removable(present: Iterable[str], step: int, keep: int, needed: Iterable[str
 
 
 def prune(weights: Path, step: int, keep: int, in_flight: Iterable[str], started_from: str) -> list[str]:
-    """Remove what may go; its names."""
+    """Remove the versions that may go; return their names."""
     gone = [v for v in removable((p.name for p in weights.glob("v*")), step, keep, in_flight) if v != started_from]
     for version in gone:
         remove_weights(weights / version)
@@ -38,6 +41,6 @@ def prune(weights: Path, step: int, keep: int, in_flight: Iterable[str], started
 
 
 def audit_is_behind(run_dir: Path) -> bool:
-    """Whether the audit beside the training still has rollouts to check; taken for behind until it reports."""
+    """Return whether the audit process has rollouts left to check; before its first report, True."""
     found = load(run_dir)
     return found is None or found.waiting > 0

@@ -1,4 +1,4 @@
-"""Keeps rollouts in flight while the trainer steps, and hands them over in groups.
+"""`RolloutWorker` keeps rollouts in flight while the trainer steps, and returns them in groups.
 
     submitted.jsonl   one line before each request is sent: its receipt
     rollouts.jsonl    one line for each answer: the rollout with its provenance; the newest part of the ledger
@@ -39,8 +39,10 @@ class RolloutCounts:
 
 
 class RolloutWorker:
-    """Generates groups of rollouts without end. At most `groups_per_step + groups_ahead` of them are in flight, waiting
-    or being trained on, which bounds how stale a rollout can be when it is trained on.
+    """The worker generates groups of rollouts without end.
+
+    At most `groups_per_step + groups_ahead` of them are in flight, waiting or being trained on, which bounds how stale
+    a rollout can be when it is trained on.
 
     worker.start()
     groups = await worker.next_groups(8)     # oldest first
@@ -55,9 +57,9 @@ class RolloutWorker:
         task: Task,
         tokenizer: Any,
         run_dir: Path,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.fleet, self.config, self.task, self.tokenizer, self.say = fleet, config, task, tokenizer, say
+        self.fleet, self.config, self.task, self.tokenizer, self.log = fleet, config, task, tokenizer, log
         self.counts = RolloutCounts()
         self._shared = shared_prompt_length(tokenizer, task)
         self._submitted = JsonlWriter(RunDir(run_dir).submitted)
@@ -70,7 +72,7 @@ class RolloutWorker:
         self._asked = _count_lines(self._submitted.path) // config.samples_per_group
         self._questions: Iterator[Question] = task.questions(random.Random(f"{seed}/{self._asked}"))
         self._finished: asyncio.Queue[list[RolloutRecord] | BaseException] = asyncio.Queue()
-        self._places = asyncio.Semaphore(config.groups_per_step + config.groups_ahead)
+        self._slots = asyncio.Semaphore(config.groups_per_step + config.groups_ahead)
         self._began: dict[str, str] = {}  # receipt of a request in flight -> the fleet's version when it was sent
         self._stopping = False
         self._groups: set[asyncio.Task[None]] = set()
@@ -80,8 +82,10 @@ class RolloutWorker:
         self._feeder = asyncio.create_task(self._feed())
 
     async def next_groups(self, count: int) -> list[list[RolloutRecord]]:
-        """The next `count` finished groups, of their usable rollouts. Raises what a rollout raised, where one can't be
-        completed, and RecordError where as many groups in a row as a step takes have none that can be used.
+        """Return the usable rollouts of the next `count` finished groups.
+
+        Raises what a rollout raised that can't be completed, and RecordError where as many groups in a row as a step
+        takes have no usable one.
         """
         groups: list[list[RolloutRecord]] = []
         while len(groups) < count:
@@ -99,17 +103,17 @@ class RolloutWorker:
         return groups
 
     def versions_in_flight(self) -> set[str]:
-        """The versions that requests in flight began under; their rollouts name none before."""
+        """Return the versions that requests in flight began under; their rollouts name no earlier one."""
         return set(self._began.values())
 
     def release(self, groups: int) -> None:
-        """Free the places of groups that were trained on or dropped.
+        """Free the slots of groups that were trained on or dropped.
 
         Called before the publication: those that start now are in flight when the engines pause, and go on with the
         new weights.
         """
         for _ in range(groups):
-            self._places.release()
+            self._slots.release()
 
     async def stop(self, deadline_s: float = 120.0) -> None:
         """Start nothing new; let what is in flight finish within the deadline, then cancel the rest."""
@@ -128,7 +132,7 @@ class RolloutWorker:
 
     async def _feed(self) -> None:
         while not self._stopping:
-            await self._places.acquire()
+            await self._slots.acquire()
             question = next(self._questions)
             self._asked += 1
             task = asyncio.create_task(self._run_group(f"g{self._asked:05d}", question))
@@ -144,13 +148,13 @@ class RolloutWorker:
                     for _ in range(self.config.samples_per_group)
                 ]
             usable = [record for t in tasks if (record := t.result()) is not None]
-            # One alone of a group has nothing to be compared with.
+            # A single sample of a group has nothing to be compared with.
             await self._finished.put(usable if len(usable) >= min(2, len(tasks)) else [])
         except BaseExceptionGroup as errors:
             await self._finished.put(errors.exceptions[0])
 
     async def _run_one(self, group: str, question: Question, ids: list[int]) -> RolloutRecord | None:
-        """Ask and record; None where the answer can't be used, which is recorded too."""
+        """Send one request and record its answer; None where the answer can't be used, which is recorded too."""
         receipt = uuid.uuid4().hex
         submitted_at = time.time()
         self._submitted.append({"receipt": receipt, "group": group, "at": submitted_at})
@@ -211,18 +215,20 @@ class RolloutWorker:
         self._last_unusable = why
         if self.counts.unusable == 1:
             file = self._unusable.path.name
-            self.say(f"an answer can't be used and is left out: {why}; this and further ones are in {file}")
+            self.log(f"an answer can't be used and is left out: {why}; this and further ones are in {file}")
 
     def _anchors(self) -> dict[str, Any]:
-        """Where other prompts of the task will diverge from this one, for engines that keep windows there: only those
-        of hybrid models do."""
+        """Return where other prompts of the task diverge from this one, for engines that keep windows there.
+
+        Only those of hybrid models do.
+        """
         if not self._shared or not self.fleet.has_hook(ANCHORS_HOOK):
             return {}
         return {"custom_params": {ANCHORS_KEY: [self._shared]}}
 
     def _count_retry(self, reason: str) -> None:
         self.counts.resubmitted += 1
-        self.say(f"a request is sent again: {reason}")
+        self.log(f"a request is sent again: {reason}")
 
 
 def _count_lines(path: Path) -> int:

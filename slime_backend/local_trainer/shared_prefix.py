@@ -1,4 +1,4 @@
-"""An exact forward (and backward) over sequences that begin with the same long prompt.
+"""This module runs an exact forward (and backward) over sequences that begin with the same long prompt.
 
     prefix = SharedPrefix.run(model, prompts)      the common prefix, once, with gradient
     leaves = prefix.detached()                     its KV as leaves, so that micro-batches do not share a graph
@@ -26,7 +26,7 @@ Row = tuple[Sequence[int], Sequence[int]]  # prompt ids, output ids
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The KV of the first `length` tokens of every prompt: per layer a key and a value (1, kv heads, length, dim)."""
+    """This has the KV of the first `length` prompt tokens: per layer a key and a value (1, kv heads, length, dim)."""
 
     ids: tuple[int, ...]
     layers: tuple[tuple[Tensor, Tensor], ...]
@@ -49,7 +49,7 @@ class SharedPrefix:
         return cls(ids, tuple((layer.keys, layer.values) for layer in cache.layers))
 
     def detached(self) -> SharedPrefix:
-        """The same KV cut off from its graph, ready to collect gradients."""
+        """Return the same KV detached from its graph, ready to collect gradients."""
         return SharedPrefix(
             self.ids,
             tuple((k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in self.layers),
@@ -67,7 +67,7 @@ class SharedPrefix:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
     def cache(self, rows: int) -> DynamicCache:
-        """A fresh cache that holds this prefix for `rows` sequences, as views: nothing is copied here."""
+        """Return a new cache that holds this prefix for `rows` sequences, as views: nothing is copied here."""
         cache = DynamicCache()
         for index, (key, value) in enumerate(self.layers):
             cache.update(key.expand(rows, -1, -1, -1), value.expand(rows, -1, -1, -1), index)
@@ -80,7 +80,7 @@ def _device_of(model: Any) -> torch.device:
 
 
 def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens that all prompts begin with, less one where a prompt would be used up.
+    """Count the tokens that all prompts begin with, less one where no prompt token would be left.
 
     The last prompt token predicts the first output token, so each row must run at least that one itself.
     """
@@ -97,7 +97,7 @@ def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
 def suffix_logprobs(
     model: Any, prefix: SharedPrefix, rows: Sequence[Row], temperatures: Sequence[float] | None = None
 ) -> list[Tensor]:
-    """Log-prob of each row's output tokens given prompt and earlier output: one (length,) per row.
+    """Return the log-prob of each row's output tokens given prompt and earlier output: one (length,) per row.
 
     `temperatures`: of every output token, in the order of the rows; None: 1. Every prompt must begin with `prefix`.
     Only output positions go through the output layer, since the logits of a large vocabulary are the largest tensor

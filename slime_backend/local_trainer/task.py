@@ -1,4 +1,4 @@
-"""Verifiable tasks: a long system prompt that all questions share, questions, and a reward computed from the text.
+"""Verifiable tasks have a shared long system prompt, questions, and a reward computed from the text.
 
 A task needs no model and no labels made by one, so that every reward in a run's ledger can be checked by hand.
 """
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt of a task. `key` is what the reward needs to know: the kind asked for, or the right answer."""
+    """A question is one prompt of a task; the reward needs `key`: the kind asked for, or the right answer."""
 
     text: str
     key: str
@@ -23,33 +23,33 @@ class Question:
 
 
 class Task(Protocol):
-    """What the training loop needs to know of a task."""
+    """The training loop needs this of a task."""
 
     name: str
     system_prompt: str
     stop_at_end: bool  # False: the engine ignores the end token and every answer has exactly `max_tokens` tokens
 
     def questions(self, rng: random.Random) -> Iterator[Question]:
-        """Questions without end; equal seeds give equal questions."""
+        """Yield questions without end; equal seeds give equal questions."""
         ...
 
     def reward(self, question: Question, response: str) -> float:
-        """In 0..1. `response` is decoded with special tokens kept, so that they can be counted as wrong."""
+        """Return the reward, 0..1. `response` is decoded with special tokens kept, which can be counted as wrong."""
         ...
 
 
 def prompt_ids(tokenizer: Any, task: Task, question: Question) -> list[int]:
-    """The token ids of system prompt and question in the model's chat template, ready for the answer."""
+    """Return the token ids of system prompt and question in the model's chat template, ready for the answer."""
     messages = [{"role": "system", "content": task.system_prompt}, {"role": "user", "content": question.text}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return [int(token) for token in ids]
 
 
 def shared_prompt_length(tokenizer: Any, task: Task) -> int:
-    """Tokens that every prompt of `task` begins with: where its prompts diverge.
+    """Count the tokens that every prompt of `task` begins with: where its prompts diverge.
 
-    Found by rendering questions that begin with characters of different kinds, so that a tokenizer which joins the
-    first of them to what stands before is seen to.
+    It renders questions that begin with characters of different kinds, in case the tokenizer merges the first of them
+    with the text before.
     """
     prompts = [prompt_ids(tokenizer, task, Question(text, "", 1)) for text in ("0", "a", "Z", "\n", "(", "é")]
     first, last = min(prompts), max(prompts)  # what these two share, all between share
@@ -65,7 +65,7 @@ WRONG_KIND_WORTH = 0.5
 
 
 class CharacterKinds:
-    """Answer with characters of one kind only; the reward is the mean worth of the answer's characters.
+    """The model answers with characters of one kind only; the reward is the mean worth of the answer's characters.
 
     A character of the asked kind is worth 1, a printable one of another kind one half, anything else nothing. A model
     with random weights is paid about 0.3. It can learn up to 2/3 from the wage alone (print what is printable) and does
@@ -95,7 +95,7 @@ class CharacterKinds:
     )
 
     def questions(self, rng: random.Random) -> Iterator[Question]:
-        """Every kind once in each round of three, in random order: a batch's mean is not the luck of the draw."""
+        """Ask for every kind once in each round of three, in random order, which keeps a batch's mean stable."""
         while True:
             for kind in rng.sample(sorted(KINDS), len(KINDS)):
                 shown = "".join(rng.choices(KINDS[kind], k=self.examples))
@@ -110,11 +110,11 @@ class CharacterKinds:
 
 
 class BareSums:
-    """Small sums, to be answered with the number alone.
+    """The model answers small sums with the number alone.
 
     The reward is 0.2 for any number, 0.4 more if the last number is the right one, and up to 0.4 for brevity. Made for
     SmolLM2-135M-Instruct, which at temperature 1 often rambles: each of the three parts varies inside a group from the
-    first step on, while a reward for the right answer alone would be 0 for most whole groups.
+    first step on, while a reward for the right answer alone would be 0 for all of most groups.
     """
 
     name = "bare_sums"
@@ -150,7 +150,7 @@ class BareSums:
                 yield Question(f"What is {a + b} - {a}?", str(b), self.length)
 
     def reward(self, question: Question, response: str) -> float:
-        """Judges the last number of the answer, so that repeating the sum first is no mistake, only long."""
+        """Score the last number of the answer, so that repeating the sum first is no mistake, only long."""
         text = _SPECIAL_TOKEN.sub("", response).strip()
         if not text:
             return 0.0
@@ -167,7 +167,7 @@ TASKS: dict[str, Callable[[], Task]] = {CharacterKinds.name: CharacterKinds, Bar
 
 
 def make_task(name: str) -> Task:
-    """The task of that name; ValueError names the choices."""
+    """Return the task of that name; ValueError names the choices."""
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; choose one of: {', '.join(sorted(TASKS))}")
     return TASKS[name]()

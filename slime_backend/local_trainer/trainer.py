@@ -1,4 +1,4 @@
-"""What the loop asks of a trainer, and the one that has the model in its own process."""
+"""`Trainer` is what the loop needs of a trainer; `TorchTrainer` has the model in its own process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Trainer(Protocol):
     def source(self) -> WeightSource: ...
 
     def step(self, groups: Sequence[Sequence[Sample]]) -> StepMetrics:
-        """One update on complete groups; see `grpo_step`."""
+        """Update the model once on complete groups; see `grpo_step`."""
 
     def save_state(self, run_dir: Path, step: int) -> None:
-        """What a resumed run needs beside the weights of `step`, which are saved before this is called."""
+        """Save what a resumed run needs besides the weights of `step`, which are saved before this is called."""
 
     def close(self) -> None: ...
 
@@ -37,7 +37,9 @@ def make_trainer(
     run_dir: Path,
     state: dict[str, Any] | None,
 ) -> Trainer:
-    """`device`: of torch, for a trainer in this process. `weights`: the checkpoint to go on from. `state`: what
+    """Make the trainer that the config names.
+
+    `device`: of torch, for a trainer in this process. `weights`: the checkpoint to go on from. `state`: what
     `load_trainer_state` read of `run_dir`, None at the start.
 
     Raises RunError where the trainer can't start, or the state is another trainer's.
@@ -64,7 +66,7 @@ def check_trainer(config: TrainerConfig) -> None:
 
 
 class TorchTrainer:
-    """The model whole in this process."""
+    """This trainer has the complete model in this process."""
 
     def __init__(
         self, grpo: GrpoConfig, weights: Path, template: Path, state: dict[str, Any] | None, device: str = "cpu"

@@ -41,7 +41,7 @@ def compose(plan: Plan, plotly: str) -> str:
     every, of_each = "seconds between two publications", "requests of each prompt"
     return page(
         title="Plan",
-        subtitle=plan.told_traffic(),
+        subtitle=plan.format_traffic(),
         verdict=f"<section><h2>{esc(plan.recommendation.mode)}</h2><ul>{listed}</ul></section>",
         cards="",
         sections=[

@@ -80,7 +80,7 @@ class Plan:
     recorded: from_ledger.Recorded | None = None
     compared: list[Cell] = field(default_factory=list)  # predictions of what a bench measured beside it
 
-    def told_traffic(self) -> str:
+    def format_traffic(self) -> str:
         t = self.traffic
         return (
             f"prompts of {t.prompt:.0f} tokens ({t.shared:.0f} in common), {t.group:.3g} requests of each, answers of "

@@ -25,8 +25,8 @@ BENCH = BENCHES[0]
 @pytest.fixture
 def replace(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def with_rows(bench: Bench, *rows: dict[str, Any], error: BaseException | None = None) -> None:
-        async def measured(say: Any, found: list[Row], parts: Any = None) -> None:
-            say("starting two engines")
+        async def measured(log: Any, found: list[Row], parts: Any = None) -> None:
+            log("starting two engines")
             found.extend(Row(**row) for row in rows)
             if error is not None:
                 raise error

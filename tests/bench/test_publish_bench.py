@@ -97,9 +97,9 @@ def test_the_bench_goes_through_its_parts(run_async: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(publish, "IN_FLIGHT", (1, publish.USUAL))
     monkeypatch.setattr(publish, "ROUNDS", 1)
     rows: list[Row] = []
-    said: list[str] = []
-    run_async(publish.bench_publish(said.append, rows))
+    log_lines: list[str] = []
+    run_async(publish.bench_publish(log_lines.append, rows))
     assert started == [1, 1, 2]
-    assert "4 engines need 8 GiB of free memory, which this machine has not" in said
+    assert "4 engines need 8 GiB of free memory, which this machine has not" in log_lines
     assert sum(row.case.startswith("pause to flushed (ours: verified)") for row in rows) == 4
     assert len({row.case for row in rows}) == len(rows)

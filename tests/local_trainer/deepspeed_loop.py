@@ -33,13 +33,13 @@ def main() -> None:
     loop.report_at_the_end = lambda *args: None
     seen = [0]
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         seen.append(len(ranks()))
         if "kill" in sys.argv and line.startswith("step   1/"):
             for process in ranks():
                 os.kill(process.pid, signal.SIGKILL)
 
-    work = loop.train(config, config.run_dir, resume="resume" in sys.argv, reporter=loop.Reporter(say=say))
+    work = loop.train(config, config.run_dir, resume="resume" in sys.argv, reporter=loop.Reporter(log=log))
     try:
         asyncio.run(asyncio.wait_for(work, 300))
     except RunError as error:

@@ -18,7 +18,7 @@ STEPS = 4
 
 @asynccontextmanager
 async def fake_fleet(
-    config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path, say: Callable[[str], None]
+    config: EnginesConfig, policy: Policy, model: Path, version: str, log_dir: Path, log: Callable[[str], None]
 ) -> AsyncIterator[Fleet]:
     async with FakeEngine(version=version, token_s=0.004) as engine, EngineClient(engine.url, name="engine0") as client:
         fleet = Fleet(policy, version)

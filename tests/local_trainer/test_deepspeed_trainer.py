@@ -63,9 +63,9 @@ def test_a_run_and_its_resume_and_nothing_is_left_running(run, tmp_path):
 
 @needs_deepspeed
 def test_a_rank_that_is_killed_ends_the_run_with_its_name(run, tmp_path):
-    said = run("kill", steps=5)
-    assert "RunError: trainer rank 1 ended" in said
-    assert "ranks: 1, 0" in said
+    output = run("kill", steps=5)
+    assert "RunError: trainer rank 1 ended" in output
+    assert "ranks: 1, 0" in output
     assert not json.loads((tmp_path / "run" / "summary.json").read_text())["completed"]
 
 

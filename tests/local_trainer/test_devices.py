@@ -63,7 +63,7 @@ def test_every_engine_and_the_trainer_have_gpus_of_their_own(keys, count, engine
 
 
 @pytest.mark.parametrize(
-    ("keys", "count", "said"),
+    ("keys", "count", "message"),
     [
         ({}, 0, "engines=2 of 1 GPU each and trainer_device=cuda:2 need 3 GPUs, 0 are visible"),
         ({}, 2, "engines=2 of 1 GPU each and trainer_device=cuda:2 need 3 GPUs, 2 are visible"),
@@ -74,13 +74,13 @@ def test_every_engine_and_the_trainer_have_gpus_of_their_own(keys, count, engine
         ({"device": "cpu", "trainer_device": "cuda:0"}, 0, "need 1 GPUs, 0 are visible"),
         ({"engine_flags": ["--base-gpu-id", "2"]}, 8, "engine_flags has --base-gpu-id"),
         ({"engine_flags": ["--gpu-id-step=2"]}, 8, "engine_flags has --gpu-id-step"),
-        ({"engine_flags": ["--tp-size", "two"]}, 8, "--tp-size 'two' must be a whole number"),
+        ({"engine_flags": ["--tp-size", "two"]}, 8, "--tp-size 'two' must be an integer of at least 1"),
     ],
 )
-def test_too_few_gpus_are_one_line(keys, count, said):
+def test_too_few_gpus_are_one_line(keys, count, message):
     with pytest.raises(RunError, match=r"^[^\n]*$") as error:
         placed(config(**keys), gpus(count))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_without_a_trainer_no_gpu_is_kept_for_it():
@@ -143,7 +143,7 @@ def _model(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"device": "cuda:1"}, "device=cuda:1: give cuda"),
         ({"trainer": "deepspeed", "trainer_device": "cuda"}, "trainer=deepspeed trains on the CPU"),
@@ -153,7 +153,7 @@ def _model(directory: Path) -> Path:
         ({"engine_flags": ["--preferred-sampling-params", "{}"]}, "--preferred-sampling-params"),
     ],
 )
-def test_what_can_not_be_is_refused_in_one_line(keys, said):
+def test_what_can_not_be_is_refused_in_one_line(keys, message):
     with pytest.raises(ConfigError, match=r"^[^\n]*$") as error:
         config(**keys)
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -93,28 +93,28 @@ def train(tmp_path, monkeypatch, run_async):
         monkeypatch.setattr(loop, "make_tracker", lambda *args, **kwargs: tracker)
         keys = {"steps": STEPS, "groups_per_step": 1, "samples_per_group": GROUP, "audit_rollouts": 0}
         config = make_config({**keys, "models_dir": str(tmp_path / "models")}, "test")
-        said = []
-        reporter = loop.Reporter(say=said.append)
+        log_lines = []
+        reporter = loop.Reporter(log=log_lines.append)
         summary = run_async(loop.train(config, tmp_path / "run", resume=False, reporter=reporter), timeout=300)
-        return summary, said
+        return summary, log_lines
 
     return run
 
 
 def test_every_step_is_tracked_and_a_retired_engine_is_an_alert(train, tmp_path):
     writer = Writer()
-    summary, said = train(Tracker(lambda: writer, "W&B"))
+    summary, log_lines = train(Tracker(lambda: writer, "W&B"))
     logged = [[f"{family} {step}" for family in ("train", "rollout", "publication")] for step in (1, 2, 3)]
     alert = "Engine retired: engine1 at v2: load: disk full; 1 of 2 engines go on"
     made_up = writer.calls.pop(0)  # these log-probs are nobody's, and v0's rollouts of step 1 claim to be the trainer's
     assert made_up.startswith("Log-probs differ: step 1: ")
-    assert made_up in said
+    assert made_up in log_lines
     # A step's rows are logged before its publication begins.
     second = [*logged[1][:2], alert, logged[1][2]]
     assert writer.calls == [*logged[0], *second, *logged[2], f"finish {STEPS * GROUP}"]
     assert (summary["completed"], summary["steps"], summary["publications"]) == (True, STEPS, STEPS)
     assert summary["wandb_run_dir"] is summary["tensorboard_dir"] is None
-    assert said[-1] == f"report: {tmp_path / 'run' / 'report.html'}"
+    assert log_lines[-1] == f"report: {tmp_path / 'run' / 'report.html'}"
 
 
 @pytest.mark.parametrize("fails_at", [1, 4, 7, 11])
@@ -126,8 +126,8 @@ def test_training_goes_on_when_the_tracker_fails_and_says_so_once(train, tmp_pat
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
     assert len(writer.calls) == fails_at
-    said = [r.getMessage() for r in caplog.records if "W&B" in r.getMessage()]
-    assert said == ["W&B failed and is off for the rest of the run: ConnectionError: the service is gone"]
+    log_lines = [r.getMessage() for r in caplog.records if "W&B" in r.getMessage()]
+    assert log_lines == ["W&B failed and is off for the rest of the run: ConnectionError: the service is gone"]
 
 
 def test_training_goes_on_without_a_tracker(train):
@@ -142,7 +142,7 @@ def test_a_summary_that_fails_loses_neither_the_tracker_nor_the_report(train, tm
 
     monkeypatch.setattr(loop, "write_summary", fails)
     reported, writer = [], Writer()
-    monkeypatch.setattr(loop, "report_at_the_end", lambda run_dir, say: reported.append(run_dir))
+    monkeypatch.setattr(loop, "report_at_the_end", lambda run_dir, log: reported.append(run_dir))
     with pytest.raises(RunError, match=rf"^no summary: {type(error).__name__}: [^\n]*summary.json is not$"):
         train(Tracker(lambda: writer, "W&B"))
     assert writer.calls[-1] == f"finish {STEPS * GROUP}"

@@ -32,12 +32,12 @@ def test_a_cancelled_run_leaves_a_summary_and_goes_on_where_it_stood(tmp_path, t
     async def interrupted():
         second_step = asyncio.Event()
 
-        def say(line):
+        def log(line):
             if line.startswith("step   2/"):
                 second_step.set()
 
         run = asyncio.create_task(
-            loop.train(config, config.run_dir, resume=False, reporter=loop.Reporter(say=say)),
+            loop.train(config, config.run_dir, resume=False, reporter=loop.Reporter(log=log)),
         )
         await second_step.wait()
         run.cancel()
@@ -56,7 +56,7 @@ def test_a_cancelled_run_leaves_a_summary_and_goes_on_where_it_stood(tmp_path, t
     (left / "of-an-earlier-attempt").touch()
     (config.run_dir / "weights" / "v9-mine").mkdir()
 
-    work = loop.train(config, config.run_dir, resume=True, reporter=loop.Reporter(say=lambda line: None))
+    work = loop.train(config, config.run_dir, resume=True, reporter=loop.Reporter(log=lambda line: None))
     summary = asyncio.run(asyncio.wait_for(work, 60))
     assert summary["completed"]
     assert [row["step"] for row in read_jsonl(config.run_dir / "steps.jsonl")] == [1, 2, 3, 4]

@@ -40,8 +40,8 @@ def run(tmp_path: Path, tiny_directory: Path, monkeypatch: pytest.MonkeyPatch) -
             wandb="disabled",
             **settings,
         )
-        said: list[str] = []
-        work = loop.train(config, config.run_dir, resume=False, reporter=loop.Reporter(say=said.append))
+        log_lines: list[str] = []
+        work = loop.train(config, config.run_dir, resume=False, reporter=loop.Reporter(log=log_lines.append))
         summary = asyncio.run(asyncio.wait_for(work, 120))
         files = (list(read_jsonl(config.run_dir / name)) for name in ("steps.jsonl", "staleness.jsonl"))
         return (summary, *files, config.run_dir)

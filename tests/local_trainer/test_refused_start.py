@@ -22,7 +22,7 @@ def start(tmp_path: Path, run_async):
 
     def run(**keys):
         given = {"audit_rollouts": 0, "models_dir": str(tmp_path / "models"), "tracker": "wandb", **keys}
-        reporter = loop.Reporter(say=lambda text: None)
+        reporter = loop.Reporter(log=lambda text: None)
         config = make_config(given, "test")
         return run_async(loop.train(config, tmp_path / "run", resume=False, reporter=reporter), timeout=300)
 
@@ -66,7 +66,7 @@ def test_a_directory_that_was_there_stays(start, tmp_path):
 
 def test_a_run_that_began_keeps_what_it_wrote(start, tmp_path, monkeypatch):
     @asynccontextmanager
-    async def no_engines(config, model, version, log_dir, say):
+    async def no_engines(config, policy, model, version, log_dir, log):
         RunDir(log_dir).engine_log(0).write_text("why")
         raise EngineStartError("engine0: the engine ended while starting")
         yield

@@ -80,9 +80,9 @@ def end_at(patch, point):
 
 
 def run(config, resume):
-    said = []
-    work = loop.train(config, config.run_dir, resume=resume, reporter=loop.Reporter(say=said.append))
-    return asyncio.run(asyncio.wait_for(work, 60)), said
+    log_lines = []
+    work = loop.train(config, config.run_dir, resume=resume, reporter=loop.Reporter(log=log_lines.append))
+    return asyncio.run(asyncio.wait_for(work, 60)), log_lines
 
 
 def history(path):
@@ -107,7 +107,7 @@ def test_a_run_that_ends_between_two_steps_goes_on_without_a_gap(tmp_path, tiny_
         end_at(patch, point)
         with pytest.raises(Killed):
             run(config, resume=False)
-    summary, said = run(config, resume=True)
+    summary, log_lines = run(config, resume=True)
     steps = list(read_jsonl(config.run_dir / "steps.jsonl"))
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     assert all(row["receipts"] for row in steps)
@@ -118,7 +118,7 @@ def test_a_run_that_ends_between_two_steps_goes_on_without_a_gap(tmp_path, tiny_
     again = list(read_jsonl(config.run_dir / "steps.superseded.jsonl"))
     assert [row["step"] for row in again] == ([AT] if point in ("after the row", "weights saved") else [])
     assert (summary["completed"], summary["steps"], summary["publications_unknown"]) == (True, STEPS, len(unknown))
-    assert any("isn't known" in line for line in said) == bool(unknown)
+    assert any("isn't known" in line for line in log_lines) == bool(unknown)
 
 
 def test_wandb_has_every_step_after_a_kill_that_left_it_nothing(tmp_path, tiny_directory, monkeypatch):

@@ -67,7 +67,7 @@ def run_loop(tmp_path):
             audit_follow.save(tmp_path, AuditResult(waiting=behind, finished=False))
         self: Any = SimpleNamespace(
             config=SimpleNamespace(publication=SimpleNamespace(keep_versions=keep)),
-            beside=None if behind is None else object(),
+            audit_process=None if behind is None else object(),
             run_dir=tmp_path,
             worker=SimpleNamespace(versions_in_flight=lambda: set(in_flight)),
             started_from="v0",
@@ -88,7 +88,7 @@ def test_all_are_kept_by_default(run_loop):
     [
         (None, (), ["v0", "v8", "v9"]),
         (0, ("v9",), ["v0", "v8", "v9"]),
-        (3, (), [f"v{i}" for i in range(10)]),  # the audit beside the training still needs them
+        (3, (), [f"v{i}" for i in range(10)]),  # the audit process still needs them
         (None, ("v6",), ["v0", "v6", "v7", "v8", "v9"]),
     ],
 )

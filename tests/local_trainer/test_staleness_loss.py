@@ -105,9 +105,9 @@ class Source:
         self.freed += groups
 
 
-def collect(source: Source, policy: Any, bound: int | None, said: list[str] | None = None) -> Batch:
-    say = said.append if said is not None else (lambda text: None)
-    return asyncio.run(collect_batch(source, 2, trainer_version=TRAINER, policy=policy, bound=bound, say=say))
+def collect(source: Source, policy: Any, bound: int | None, log_lines: list[str] | None = None) -> Batch:
+    log = log_lines.append if log_lines is not None else (lambda text: None)
+    return asyncio.run(collect_batch(source, 2, trainer_version=TRAINER, policy=policy, bound=bound, log=log))
 
 
 def step(batch: Batch) -> tuple[StepMetrics, list[float]]:
@@ -195,15 +195,15 @@ def test_dropped_rollouts_leave_the_loss_and_their_group() -> None:
 
 def test_a_group_that_is_dropped_is_replaced_and_its_place_freed() -> None:
     """With a bound of 1, a and b keep one rollout each, which has nothing to be compared with."""
-    said: list[str] = []
+    log_lines: list[str] = []
     source = Source([A, B, C, D])
-    batch = collect(source, "drop", 1, said)
+    batch = collect(source, "drop", 1, log_lines)
     assert [j.record.receipt for j in batch.kept] == ["c1", "c2", "d1", "d2"]
     labels = {j.record.receipt: j.decision.label for j in batch.dropped}
     assert {labels[r] for r in ("a1", "b1")} == {"drop_group_too_small"}
     assert {labels[r] for r in ("a2", "a3", "b2")} == {"drop_lag_over_bound"}
     assert source.freed == 2
-    assert said == ["staleness: 2 of 2 groups are over max_version_lag=1; waiting for others"]
+    assert log_lines == ["staleness: 2 of 2 groups are over max_version_lag=1; waiting for others"]
     check(batch, [C, D], truncated)
 
 

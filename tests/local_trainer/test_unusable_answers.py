@@ -29,24 +29,24 @@ def break_answers(monkeypatch, which):
 
 
 def train(config):
-    said = []
-    work = loop.train(config, config.run_dir, resume=False, reporter=loop.Reporter(say=said.append))
+    log_lines = []
+    work = loop.train(config, config.run_dir, resume=False, reporter=loop.Reporter(log=log_lines.append))
     try:
-        return asyncio.run(asyncio.wait_for(work, 60)), said
+        return asyncio.run(asyncio.wait_for(work, 60)), log_lines
     except RecordError as error:
-        return error, said
+        return error, log_lines
 
 
 def test_a_few_unusable_answers_are_left_out_and_recorded(tmp_path, tiny_directory, monkeypatch):
     break_answers(monkeypatch, lambda number: number == 3)
     config = config_of(tmp_path, tiny_directory, tracker="none")
-    summary, said = train(config)
+    summary, log_lines = train(config)
     assert summary["completed"]
     assert (summary["rollouts_unusable"], summary["rollouts_lost"]) == (1, 0)
     (row,) = read_jsonl(config.run_dir / "unusable.jsonl")
     assert row["why"].startswith(f"engine0: rollout {row['receipt']}: the log-prob of output token 1 is null")
     assert row["answer"]["output_ids"]
-    assert sum("an answer can't be used" in line for line in said) == 1
+    assert sum("an answer can't be used" in line for line in log_lines) == 1
 
 
 def test_a_run_without_a_usable_answer_ends_with_the_reason(tmp_path, tiny_directory, monkeypatch):
@@ -66,7 +66,7 @@ META = {
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         ({}, "the answer has no meta_info"),
         ({"meta_info": None, "output_ids": []}, "the answer has no meta_info"),
@@ -88,7 +88,7 @@ META = {
         ({"meta_info": {**META, "prefills": None}, "output_ids": [5, 6]}, "no usable provenance"),
     ],
 )
-def test_an_answer_that_is_no_rollout_is_a_record_error(answer, said):
+def test_an_answer_that_is_no_rollout_is_a_record_error(answer, message):
     with pytest.raises(RecordError) as caught:
         RolloutRecord.from_answer(
             answer,
@@ -101,5 +101,5 @@ def test_an_answer_that_is_no_rollout_is_a_record_error(answer, said):
             reward=0.0,
             submitted_at=0.0,
         )
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "engine0" in str(caught.value)

@@ -198,17 +198,17 @@ def _sglang(monkeypatch):
 
 @pytest.mark.usefixtures("_sglang")
 def test_a_config_is_made_with_a_word_of_the_policy():
-    said: list[str] = []
-    known = make_config({"disjoint_prefix_sharing": "auto"}, "test", traffic=expected_traffic, say=said.append)
+    log_lines: list[str] = []
+    known = make_config({"disjoint_prefix_sharing": "auto"}, "test", traffic=expected_traffic, log=log_lines.append)
     assert known.publication.disjoint_prefix_sharing == "scoped"  # 144 in flight with one system prompt
     assert known.policy == decide("disjoint", "scoped")
-    unknown = make_config({"disjoint_prefix_sharing": "auto"}, "test", say=said.append)
+    unknown = make_config({"disjoint_prefix_sharing": "auto"}, "test", log=log_lines.append)
     assert unknown.publication.disjoint_prefix_sharing == "retract"
-    assert [line.partition(":")[0] for line in said] == [
+    assert [line.partition(":")[0] for line in log_lines] == [
         "disjoint_prefix_sharing=auto takes scoped",
         "disjoint_prefix_sharing=auto takes retract",
     ]
-    assert "nothing is known" in said[1]
+    assert "nothing is known" in log_lines[1]
 
 
 def test_no_configuration_is_made_that_still_says_auto():
@@ -217,9 +217,9 @@ def test_no_configuration_is_made_that_still_says_auto():
 
 
 def test_a_word_of_the_policy_is_left_alone():
-    said: list[str] = []
-    config = make_config({"disjoint_prefix_sharing": "off"}, "test", traffic=expected_traffic, say=said.append)
-    assert (config.publication.disjoint_prefix_sharing, said) == ("off", [])
+    log_lines: list[str] = []
+    config = make_config({"disjoint_prefix_sharing": "off"}, "test", traffic=expected_traffic, log=log_lines.append)
+    assert (config.publication.disjoint_prefix_sharing, log_lines) == ("off", [])
 
 
 @pytest.mark.usefixtures("_sglang")
@@ -235,17 +235,19 @@ def test_a_word_of_the_policy_is_left_alone():
     ],
 )
 def test_the_settings_of_the_engines_count(keys, sharing, why):
-    said: list[str] = []
-    config = make_config({"disjoint_prefix_sharing": "auto", **keys}, "test", traffic=expected_traffic, say=said.append)
+    log_lines: list[str] = []
+    config = make_config(
+        {"disjoint_prefix_sharing": "auto", **keys}, "test", traffic=expected_traffic, log=log_lines.append
+    )
     assert config.publication.disjoint_prefix_sharing == sharing
-    assert why in said[0]
+    assert why in log_lines[0]
 
 
 def test_what_else_is_wrong_is_said_before_anything_is_chosen():
-    said: list[str] = []
+    log_lines: list[str] = []
     with pytest.raises(ConfigError, match=r"^test: steps=0: "):
-        make_config({"disjoint_prefix_sharing": "auto", "steps": 0}, "test", say=said.append)
-    assert said == []
+        make_config({"disjoint_prefix_sharing": "auto", "steps": 0}, "test", log=log_lines.append)
+    assert log_lines == []
 
 
 @pytest.mark.usefixtures("_sglang")

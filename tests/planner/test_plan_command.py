@@ -230,9 +230,9 @@ def test_a_run_is_predicted_at_its_own_throughput(run_dir: Path):
 
 
 def test_an_assumed_prefill_step_is_said(run_dir: Path):
-    said = "prefill steps of 8192 tokens assumed"
-    assert any(said in note for note in json.loads(plan(str(run_dir), "--json"))["notes"])
-    assert not any(said in note for note in json.loads(plan(str(run_dir), "--json", "--chunk", "2048"))["notes"])
+    text = "prefill steps of 8192 tokens assumed"
+    assert any(text in note for note in json.loads(plan(str(run_dir), "--json"))["notes"])
+    assert not any(text in note for note in json.loads(plan(str(run_dir), "--json", "--chunk", "2048"))["notes"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The audit beside a run: a ledger that grows, is sealed, is left by its writer, falls silent, or loses its weights.
 
-No engine and no trainer here: tests/local_trainer/test_audit_beside.py has the process, tests/test_run_engine.py a run.
+No engine and no trainer here: tests/local_trainer/test_audit_process.py has the process, tests/test_run_engine.py a
+run.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def test_a_run_that_ends_early_still_has_its_report(tmp_path, monkeypatch, run_a
     monkeypatch.setattr(loop, "running_fleet", no_fleet)
     monkeypatch.setattr(write, "plotly_source", lambda: "/* plotly */")
     config = make_config({"wandb": "disabled", "models_dir": str(tmp_path / "models")}, "test")
-    run_dir, said = tmp_path / "run", []
+    run_dir, log_lines = tmp_path / "run", []
     with pytest.raises(OSError, match="no engine"):
-        run_async(loop.train(config, run_dir, resume=False, reporter=loop.Reporter(say=said.append)))
-    assert said[-1] == f"report: {run_dir / 'report.html'}"
+        run_async(loop.train(config, run_dir, resume=False, reporter=loop.Reporter(log=log_lines.append)))
+    assert log_lines[-1] == f"report: {run_dir / 'report.html'}"
     assert "The run was interrupted" in (run_dir / "report.html").read_text()

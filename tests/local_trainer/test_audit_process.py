@@ -1,5 +1,5 @@
-"""The audit's own process beside a local run: it reports, it ends with the run, it dies with the trainer, and the run
-does without it where it fails.
+"""The audit process of a local run: it reports, it ends with the run, it dies with the trainer, and where it fails the
+run audits at its end.
 
 The engine is a fake whose log-probs are made up, so every rollout is a violation; a real one is in test_run_engine.py.
 """
@@ -19,7 +19,7 @@ import pytest
 from slime_backend.config import RunConfig
 from slime_backend.ledger.writer import Ledger
 from slime_backend.local_trainer import loop
-from slime_backend.local_trainer.audit_beside import AuditBeside
+from slime_backend.local_trainer.audit_process import AuditProcess
 from tests.local_trainer.fake_runs import fake_fleet
 from tests.processes import below_with, is_running, wait_gone
 from tests.waiting import wait_until
@@ -27,12 +27,12 @@ from tests.waiting import wait_until
 STARTING = """
 import pathlib, sys, time
 from slime_backend.config import AuditConfig
-from slime_backend.local_trainer.audit_beside import AuditBeside
+from slime_backend.local_trainer.audit_process import AuditProcess
 from slime_backend.ledger.writer import Ledger
 run_dir = pathlib.Path(sys.argv[1])
 ledger = Ledger(run_dir)
-beside = AuditBeside(AuditConfig(), run_dir)
-beside.start()
+audit_process = AuditProcess(AuditConfig(), run_dir)
+audit_process.start()
 print("started", flush=True)
 time.sleep(600)
 """
@@ -57,45 +57,45 @@ def config(tmp_path, tiny_directory):
 
 def train(config, monkeypatch):
     monkeypatch.setattr(loop, "running_fleet", fake_fleet)
-    said = []
-    work = loop.train(config, config.run_dir, resume=False, reporter=loop.Reporter(say=said.append))
-    return asyncio.run(asyncio.wait_for(work, 400)), said
+    log_lines = []
+    work = loop.train(config, config.run_dir, resume=False, reporter=loop.Reporter(log=log_lines.append))
+    return asyncio.run(asyncio.wait_for(work, 400)), log_lines
 
 
-def test_the_run_ends_with_the_audit_that_went_beside_it(config, monkeypatch):
-    summary, said = train(config, monkeypatch)
+def test_the_run_ends_with_the_result_of_its_audit_process(config, monkeypatch):
+    summary, log_lines = train(config, monkeypatch)
     audit = summary["audit"]
     assert summary["completed"]
     assert audit["finished"]
     assert audit["recorded"] == summary["rollouts_completed"]
     assert audit["violations"] == audit["rollouts"] >= 12
     assert audit["verdict"]["outcome"] == "contaminated"
-    assert sum(line.startswith("audit violation: ") for line in said) > 0
-    assert not any("ended early" in line for line in said)
+    assert sum(line.startswith("audit violation: ") for line in log_lines) > 0
+    assert not any("ended early" in line for line in log_lines)
     assert json.loads((config.run_dir / "audit.json").read_text())["finished"]
     assert below_with(str(config.run_dir)) == []
 
 
 def test_an_audit_that_fails_is_made_at_the_end_and_the_training_goes_on(config, monkeypatch):
-    monkeypatch.setattr(AuditBeside, "command", lambda self: [sys.executable, "-c", "raise SystemExit('no memory')"])
-    summary, said = train(config, monkeypatch)
+    monkeypatch.setattr(AuditProcess, "command", lambda self: [sys.executable, "-c", "raise SystemExit('no memory')"])
+    summary, log_lines = train(config, monkeypatch)
     assert summary["completed"]
     assert summary["audit"]["rollouts"] == 12
-    assert "the audit beside the training ended early (no memory); it is made now" in said
+    assert "the audit process ended early (no memory); the audit is made now" in log_lines
 
 
-def test_news_are_told_once(config, tmp_path):
+def test_a_violation_is_returned_once(config, tmp_path):
     from slime_backend.audit import follow as audit_follow
     from slime_backend.audit.audit import AuditResult, Violation
 
-    beside = AuditBeside(config.audit, tmp_path)
-    assert list(beside.news()) == []
+    audit_process = AuditProcess(config.audit, tmp_path)
+    assert list(audit_process.new_violations()) == []
     found = [Violation(f"r{i}", "engine0", "v1", "log-prob", 0.1, 0, "differs", "wrong label") for i in range(3)]
-    told = []
+    returned = []
     for count in (1, 1, 3):
         audit_follow.save(tmp_path, AuditResult(3, 3, violations=found[:count]))
-        told.append([v.receipt for v in beside.news()])
-    assert told == [["r0"], [], ["r1", "r2"]]
+        returned.append([v.receipt for v in audit_process.new_violations()])
+    assert returned == [["r0"], [], ["r1", "r2"]]
 
 
 def tree_of(trainer):
@@ -119,10 +119,10 @@ def test_it_does_not_outlive_its_trainer(tmp_path):
 
 
 def test_it_is_stopped_with_a_run_that_fails(config, tmp_path):
-    beside = AuditBeside(config.audit, tmp_path)
+    audit_process = AuditProcess(config.audit, tmp_path)
     with Ledger(tmp_path):
-        beside.start()
+        audit_process.start()
         wait_until(lambda: below_with("--follow"), "the audit runs")
-        beside.stop()
-        beside.stop()
+        audit_process.stop()
+        audit_process.stop()
     assert not below_with("--follow")

@@ -1,13 +1,13 @@
-"""The audit of a run in a process of its own, beside the training.
+"""A run can be audited in a separate process while it trains.
 
-    beside = AuditBeside(config.audit, run_dir)
-    beside.start()
-    ...                            train; `beside.news()` after each step: violations found since
-    audit = await beside.result()  it ends with the run; None if it failed
-    beside.stop()                  however the run ended
+    audit_process = AuditProcess(config.audit, run_dir)
+    audit_process.start()
+    ...                                   train; `audit_process.new_violations()` after each step
+    audit = await audit_process.result()  it ends with the run; None if it failed
+    audit_process.stop()                  however the run ended
 
-The process has the lowest priority and one thread, reads files only, and stands behind the guard that engines stand
-behind (engine_guard.py): it can't outlive the trainer, however that ends. If it fails, the training goes on.
+The process has the lowest priority and one thread, reads files only, and runs under the same guard as the engines
+(engine_process/guard.py): it can't outlive the trainer, however that ends. If it fails, the training goes on.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from slime_backend.engine_process import guard as engine_guard
 from slime_backend.run_files import RunDir
 
 POLL_S = 0.2
-GRACE_S = 10.0  # beyond its own deadline
+GRACE_S = 10.0  # that the process gets beyond its own deadline
 
 
-class AuditBeside:
-    """Starts `reef-slime audit RUN_DIR --follow` and reads what it leaves in `audit.json`. For one event loop."""
+class AuditProcess:
+    """This class runs `reef-slime audit RUN_DIR --follow` and reads what it leaves in `audit.json`.
+
+    Use it from one event loop.
+    """
 
     def __init__(self, config: AuditConfig, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
-        self._told = 0
+        self._reported = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
@@ -49,20 +52,20 @@ class AuditBeside:
         return [sys.executable, "-m", "slime_backend.cli", "audit", str(self.run_dir), "--follow", *flags]
 
     def start(self) -> None:
-        """Call it when the run's ledger is open: its lock says that the run goes on."""
-        RunDir(self.run_dir).audit.unlink(missing_ok=True)  # of the run before a resume
+        """Start the process; call it when the run's ledger is open, whose lock shows that the run goes on."""
+        RunDir(self.run_dir).audit.unlink(missing_ok=True)  # left by the run before a resume
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         self._process = engine_guard.start_guarded(self.command(), environment, RunDir(self.run_dir).audit_log)
 
-    def news(self) -> Sequence[Violation]:
-        """Violations that were found since the last call."""
+    def new_violations(self) -> Sequence[Violation]:
+        """Return the violations that were found since the last call."""
         found = load(self.run_dir)
-        new = found.violations[self._told :] if found else []
-        self._told += len(new)
+        new = found.violations[self._reported :] if found else []
+        self._reported += len(new)
         return new
 
     async def result(self) -> AuditResult | None:
-        """Wait for its end, at most `audit_deadline_s` and a little; None where it failed or was late."""
+        """Wait for the process to end, `audit_deadline_s` and a little at most; None where it failed or was late."""
         if self._process is None:
             return None
         for _ in range(int((self.config.deadline_s + GRACE_S) / POLL_S)):
@@ -73,13 +76,13 @@ class AuditBeside:
         found = load(self.run_dir)
         return found if found is not None and found.finished else None
 
-    def why_not(self) -> str:
-        """The last thing that it said."""
+    def last_line(self) -> str:
+        """Return the last line that the process wrote."""
         lines = RunDir(self.run_dir).audit_log.read_text(errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
     def stop(self) -> None:
-        """End it, if it is still there. May be called again."""
+        """End the process if it is still there. May be called again."""
         if self._process is not None:
             engine_guard.end_guarded(self._process)
             self._process = None
