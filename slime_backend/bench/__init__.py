@@ -1,1 +1,1 @@
-"""Measurements side by side with what others do: `reef-slime bench NAME`. catalog.py lists them."""
+"""`reef-slime bench NAME` measures ours against what others do; catalog.py lists the benches."""

@@ -1,8 +1,8 @@
-"""`reef-slime bench attention`: the hook `cpu_attention` beside SGLang's `torch_native`, which it replaces on a CPU.
+"""`reef-slime bench attention` compares the hook `cpu_attention` with SGLang's `torch_native`, on a CPU.
 
 Two engines of one tiny dense model, with the hook and without, one thread each. Both get the same requests, one engine
 after the other, so that neither runs while the other is timed; which one comes first changes from round to round. Times
-are those of whole requests over HTTP.
+are those of complete requests over HTTP.
 
     hits      a cached prefix and a tail of 64 new tokens, one output token
     decode    a batch of cached prompts: the time for 64 tokens more, in tokens per second
@@ -28,7 +28,7 @@ from slime_backend.bench.attention_alone import SMOLLM2, TINY, Pass, alone_rows
 from slime_backend.bench.catalog import Log
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
-from slime_backend.bench.rows import BenchError, Row, cost_row, keep, ratio, short, spread
+from slime_backend.bench.rows import BenchError, Row, cost_row, ratio, report_rows, short, spread
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import DEFAULT_HOOKS
 from slime_backend.simulation.models import make_tiny_model
@@ -72,7 +72,7 @@ Timed = Callable[[EngineClient], Awaitable[float]]
 
 
 async def ask(engine: EngineClient, ids: Sequence[int], tokens: int = 1) -> int:
-    """One greedy answer of so many tokens; how much of its prompt came from the cache."""
+    """Ask for one greedy answer of `tokens` tokens; return how many of its prompt came from the cache."""
     sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
     answer = await engine.generate({"input_ids": list(ids), "sampling_params": sampling})
     return int(answer["meta_info"]["cached_tokens"])
@@ -83,13 +83,13 @@ def text(rng: random.Random, length: int) -> list[int]:
 
 
 async def in_turns(engines: Engines, number: int, work: Timed) -> dict[str, float]:
-    """Side -> what `work` finds on its engine, one after the other; the first one changes with `number`."""
+    """Return for each side what `work` measures on its engine, in turn; the first one changes with `number`."""
     sides = list(engines)
     return {side: await work(engines[side]) for side in (sides if number % 2 else sides[::-1])}
 
 
 async def hit_round(engines: Engines, number: int, prefix: Sequence[int], rng: random.Random) -> dict[str, float]:
-    """ms. Raises BenchError where the prefix wasn't in the cache: then it isn't a hit that was timed."""
+    """Return the ms of a prefix hit. Raises BenchError where the prefix wasn't in the cache, so there was no hit."""
     prompt = [*prefix, *text(rng, TAIL)]
 
     async def timed(engine: EngineClient) -> float:
@@ -104,7 +104,7 @@ async def hit_round(engines: Engines, number: int, prefix: Sequence[int], rng: r
 
 
 async def prefill_round(engines: Engines, number: int, length: int, rng: random.Random) -> dict[str, float]:
-    """ms of a prompt that neither engine has seen."""
+    """Return the ms of a prompt that neither engine has seen."""
     prompt = text(rng, length)
 
     async def timed(engine: EngineClient) -> float:
@@ -119,7 +119,7 @@ async def prefill_round(engines: Engines, number: int, length: int, rng: random.
 
 
 async def decode_round(engines: Engines, number: int, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Tokens per second of decoding alone: a batch with TOKENS more to sample takes that much longer."""
+    """Return the tokens per second of decoding alone: a batch with TOKENS more to sample takes that much longer."""
 
     async def batch(engine: EngineClient, tokens: int) -> float:
         started = time.perf_counter()
@@ -136,7 +136,7 @@ async def decode_round(engines: Engines, number: int, prompts: Sequence[Sequence
 
 
 def sides(found: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
-    """(peer, ours) of the rounds after the first, which warms up."""
+    """Return (peer, ours) of the rounds after the first, which warms up."""
     return [r["peer"] for r in found[1:]], [r["ours"] for r in found[1:]]
 
 
@@ -180,7 +180,7 @@ async def decode_rows(
 
 
 def speed_row(case: str, peer: Sequence[float], ours: Sequence[float], counts: bool) -> Row:
-    """Tokens per second: more is better. The goal is one of batches."""
+    """Make the row of a speed in tokens per second: more is better. Only batches have a goal."""
     times = ratio(median(ours), median(peer))
     goal, holds = (f"at least {DECODE_GOAL} times", (times or 0.0) >= DECODE_GOAL) if counts else ("-", True)
     return Row(case, short(median(peer)), short(median(ours)), times, goal, holds, spread(peer), spread(ours))
@@ -198,7 +198,7 @@ async def bench_attention(log: Log, rows: list[Row], parts: Collection[str] = PA
     if "alone" in parts:
         for heads in (TINY, SMOLLM2):
             log(f"alone, {heads.name}")
-            keep(alone_rows(heads, ALONE), rows, log)
+            report_rows(alone_rows(heads, ALONE), rows, log)
 
 
 async def _on_engines(log: Log, rows: list[Row], parts: Collection[str]) -> None:
@@ -221,4 +221,4 @@ async def _on_engines(log: Log, rows: list[Row], parts: Collection[str]) -> None
             for part, measure in measures.items():
                 if part in parts:
                     log(part)
-                    keep(await measure(), rows, log)
+                    report_rows(await measure(), rows, log)

@@ -1,7 +1,8 @@
-"""What the attention of a pass takes by itself, for `bench attention`: both backends over the same keys and values,
-without the rest of a step and without a request around it.
+"""This times the attention of a pass by itself, for `bench attention`.
 
-A pass is what SGLang's runner asks of a backend (0.5.23, layers/attention/base_attn_backend.py): its metadata once,
+Both backends get the same keys and values, without the rest of a step and without a request around it.
+
+A pass is what SGLang's runner calls of a backend (0.5.23, layers/attention/base_attn_backend.py): its metadata once,
 then one call for each layer.
 """
 
@@ -21,7 +22,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of a model's attention; `layers` so many of them as a pass takes here."""
+    """These are the heads of a model's attention; a pass takes `layers` layers here."""
 
     name: str
     query: int
@@ -32,7 +33,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """`cached` and `new` tokens of each of `requests`. A pass of one new token behind a context is a decode."""
+    """A pass has `cached` and `new` tokens of each of `requests`; with one new token it is a decode."""
 
     name: str
     requests: int
@@ -50,7 +51,7 @@ SMOLLM2 = Heads("heads of SmolLM2-135M", query=9, key=3, dim=64, layers=2)
 
 
 def alone_rows(heads: Heads, passes: Sequence[Pass], rounds: int = ROUNDS) -> list[Row]:
-    """ms of a pass on one thread, the peer and ours in turns after a round that isn't counted."""
+    """Time each pass on one thread, in ms, the peer and ours in turns after a round that isn't counted."""
     import torch
 
     threads = torch.get_num_threads()
@@ -75,7 +76,7 @@ def _row(heads: Heads, one: Pass, rounds: int) -> Row:
 
 
 def _runs(heads: Heads, one: Pass) -> dict[str, Callable[[], Any]]:
-    """Side -> one pass of its backend; all write the same keys into the same slots."""
+    """Return for each side one pass of its backend; all write the same keys into the same slots."""
     import torch
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -108,7 +109,7 @@ def _runs(heads: Heads, one: Pass) -> dict[str, Callable[[], Any]]:
 
 
 def _layer(heads: Heads, number: int) -> Any:
-    """The fields of SGLang's RadixAttention that the backends read."""
+    """Return the fields of SGLang's RadixAttention that the backends read."""
     return SimpleNamespace(
         layer_id=number,
         sliding_window_size=-1,
@@ -124,7 +125,7 @@ def _layer(heads: Heads, number: int) -> Any:
 
 
 class _Pool:
-    """Keys and values (float32) of each layer, as SGLang's pool for multi-head attention lays them out."""
+    """The pool has keys and values (float32) of each layer, laid out as SGLang's for multi-head attention."""
 
     def __init__(self, heads: Heads, slots: int) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""Which benches there are: each an `async def bench_x(say, rows)` that appends every row as soon as it has it."""
+"""This lists the benches: each is an `async def bench_x(log, rows)` that appends a row as soon as it has it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """`parts`: what can be measured by itself, with `bench_x(say, rows, parts)`. What the module's docstring says
-    stands on the bench's page, and what its `PLOTS` describe is drawn there."""
+    """A bench is a module whose docstring goes to the bench's page, with the plots that its `PLOTS` describe.
+
+    `parts`: what can be measured separately, with `bench_x(log, rows, parts)`.
+    """
 
     name: str
     title: str
@@ -25,11 +27,11 @@ class Bench:
     def module(self) -> Any:
         return importlib.import_module(f"slime_backend.bench.{self.name}")
 
-    def explained(self) -> str:
+    def description(self) -> str:
         return inspect.getdoc(self.module) or ""
 
     def run(self, log: Log, rows: list[Any], part: str | None = None) -> Coroutine[Any, Any, Any]:
-        """All of it, or one part. Returns what is to be kept beside the rows, as JSON; most benches have nothing."""
+        """Run all of it, or one part. Returns further JSON to keep with the rows; most benches have none."""
         work = getattr(self.module, f"bench_{self.name}")
         return work(log, rows) if part is None else work(log, rows, (part,))
 
@@ -46,27 +48,26 @@ BENCHES = (
     Bench(
         "attention",
         "attention on a CPU",
-        "Prefix hits, batched decode and prefill with our CPU attention, with SGLang's own beside it; some minutes.",
+        "Prefix hits, batched decode and prefill with our CPU attention, compared with SGLang's own; some minutes.",
         ("hits", "decode", "prefill", "alone"),
     ),
     Bench(
         "publish",
-        "how long engines stand still for a publication",
-        "Pause to resumed without the bytes, by load and by engines, with slime's sequence beside it; some ten "
-        "minutes.",
+        "how long a publication pauses the engines",
+        "Pause to resumed without the bytes, by load and by engines, compared with slime's sequence; some ten minutes.",
         ("load", "engines", "eight"),
     ),
     Bench(
         "swa",
         "sliding-window prefix cache",
-        "Fan-out over a shared prompt on a sliding-window model, with SGLang as it is beside it; some minutes.",
+        "Fan-out over a shared prompt on a sliding-window model, compared with SGLang as it is; some minutes.",
         ("wide", "roomy", "tight"),
     ),
     Bench(
         "overhead",
         "the cost of recording (tokens per second)",
-        "The cost of recording: tokens decoded per second with every hook on, beside the same engine with its hooks "
-        "out; a quarter of an hour.",
+        "The cost of recording: tokens decoded per second with every hook on, compared with the same engine with its "
+        "hooks out; a quarter of an hour.",
         ("hybrid", "dense"),
     ),
     Bench(

@@ -1,4 +1,4 @@
-"""The calls of a barrier to many fake engines, by our HTTP client and by aiohttp's: a part of `bench fleet`."""
+"""This part of `bench fleet` times the calls of a barrier by our HTTP client and by aiohttp's, to fake engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Call = Callable[[str, str, bytes | None], Awaitable[int]]  # method, path, body 
 
 @dataclass(slots=True)
 class Costs:
-    """What all timed calls of a round cost one client, in ms, round by round."""
+    """These are one client's costs of all timed calls, in ms, round by round."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)  # of this process
@@ -117,8 +117,8 @@ async def aiohttp_calls(urls: Sequence[str]) -> AsyncIterator[list[Call]]:
 
 def client_rows(size: int, costs: Mapping[str, Costs]) -> list[Row]:
     peer = costs.get(PEER)
-    beside = "beside aiohttp" if peer is not None else "aiohttp isn't installed"
-    what = f"pause, flush and reports, {size} engine{'s' * (size > 1)}, our client {beside}, ms"
+    compared = "beside aiohttp" if peer is not None else "aiohttp isn't installed"
+    what = f"pause, flush and reports, {size} engine{'s' * (size > 1)}, our client {compared}, ms"
     return [
         cost_row(what, None if peer is None else peer.wall, costs[OURS].wall),
         cost_row(f"the controller's CPU for {what}", None if peer is None else peer.cpu, costs[OURS].cpu),

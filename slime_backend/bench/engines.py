@@ -1,4 +1,4 @@
-"""Engines of one model that differ in their hooks, for a bench to compare."""
+"""`running_engines` starts engines of one model that differ in their hooks, for a bench to compare."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_process import EngineSettings, LocalEngine
 
-# Of each call: engines that outnumber the cores keep each other waiting for seconds, which is to be measured.
+# Engines that outnumber the cores delay each other by seconds, which the benches measure.
 DEADLINES = Deadlines(pause=120, flush=120, control=120, generate=120)
-# An engine takes for its own what others allocate while it starts, and of eight at once one then finds too little left
+# An engine that starts counts what others allocate meanwhile as its own, so of eight at once one finds too little left
 # for its KV (SGLang 0.5.23, --mem-fraction-static).
 START_AT_ONCE = 2
 
@@ -22,7 +22,7 @@ START_AT_ONCE = 2
 async def running_engines(
     model: Path, logs: Path, name: str, hooks: Mapping[str, Sequence[str]], **settings: Any
 ) -> AsyncIterator[dict[str, EngineClient]]:
-    """Side -> client of an engine with these hooks; started two at a time and ended whatever happens.
+    """Yield for each side the client of an engine with its hooks; two start at a time, and all are ended at the end.
 
     Raises EngineStartError.
     """

@@ -1,12 +1,12 @@
-"""`reef-slime bench fleet`: what a publication costs its controller, over 1 to 1024 fake engines.
+"""`reef-slime bench fleet` measures what a publication costs its controller, over 1 to 1024 fake engines.
 
 The fake engines live in a process of their own, answer each call 20 ms after they got it, and hold no model and no
 requests: what is measured is our side, so N engines should take little longer than one. They need the machine's cores
 as well, so on few cores the times are upper bounds; the controller's own CPU time doesn't depend on that.
 
-    growth   `retract` beside `scoped`, on fleets of every size in turns; no bytes are moved
-    faults   64 engines and one that is slow, dead or hung, beside the same publication on 65 healthy ones
-    clients  pause, flush and reports by our HTTP client beside aiohttp's, in turns; these engines answer at once
+    growth   `retract` and `scoped`, on fleets of every size in turns; no bytes are moved
+    faults   64 engines and one that is slow, dead or hung, and the same publication on 65 healthy ones
+    clients  pause, flush and reports by our HTTP client and aiohttp's, in turns; these engines answer at once
 
     slow     answers each call after 0.5 s
     dead     its connections break at the pause, and from then on
@@ -26,7 +26,7 @@ from statistics import median
 from slime_backend.bench.catalog import Log
 from slime_backend.bench.clients import client_rows, time_clients
 from slime_backend.bench.plots import Plot
-from slime_backend.bench.rows import BenchError, Row, Spread, cost_row, keep, ratio, short, spread
+from slime_backend.bench.rows import BenchError, Row, Spread, cost_row, ratio, report_rows, short, spread
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.policy import PrefixSharing, decide
@@ -38,7 +38,7 @@ from slime_backend.simulation.transport import NameTransport
 PARTS = ("growth", "faults", "clients")
 SIZES = (1, 4, 16, 64, 256, 1024)
 LATENCY_S = 0.02
-STEP_S = 60.0  # of decoding; there are no requests, and a thousand engines that look for some take the machine
+STEP_S = 60.0  # of decoding; there are no requests, and a thousand engines that poll for some take the machine's CPU
 ROUNDS = 9
 TWICE = 256  # engines that take at most twice as long as one
 HEALTHY = 64
@@ -73,16 +73,16 @@ PLOTS = (
 
 @dataclass(slots=True)
 class Times:
-    """Of one fleet in one way: ms in each round."""
+    """These are one fleet's times in one way: ms in each round."""
 
     verified: list[float] = field(default_factory=list)
     resumed: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)  # of this process
-    line_kib: list[float] = field(default_factory=list)  # of the report in publications.jsonl
+    cpu: list[float] = field(default_factory=list)  # this process's
+    line_kib: list[float] = field(default_factory=list)  # size of the report in publications.jsonl
 
 
 async def time_growth(groups: Mapping[int, Sequence[str]], rounds: int) -> dict[tuple[int, PrefixSharing], Times]:
-    """(size, way) -> times. In each round every group publishes in each way; one round more warms up.
+    """Return (size, way) -> times. In each round every group publishes in each way; one round more warms up.
 
     Raises BenchError where a publication isn't confirmed by every engine, PublicationError where by none.
     """
@@ -150,13 +150,13 @@ def growth_row(case: str, one: Sequence[float], many: Sequence[float], size: int
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is wrong with the one engine that isn't well."""
+    """A kind is the fault of the one engine that isn't well."""
 
     name: str
     latency_s: float = LATENCY_S
     faults: Mapping[str, Sequence[Fault]] = field(default_factory=dict)
     retired: bool = True  # whether it must be
-    # What the others may wait for it, beyond what they take when all are well.
+    # How long the others may wait for it, beyond their time when all are well.
     waits_s: float = 0.0
 
 
@@ -174,17 +174,17 @@ KINDS = (
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one kind in one way, over the rounds."""
+    """This is the outcome of one kind in one way, over the rounds."""
 
-    others_ms: list[float] = field(default_factory=list)  # that the slowest of the others stood still
+    others_ms: list[float] = field(default_factory=list)  # how long the slowest of the others was paused
     decided_ms: list[float] = field(default_factory=list)  # until the publication returned
-    as_it_should: bool = True  # the others resumed at the new version, the one retired or not
+    as_expected: bool = True  # the others resumed at the new version, the one retired or not
 
 
 async def time_fault(
     healthy: Sequence[str], patients: Sequence[str], kind: Kind, way: PrefixSharing, tag: str
 ) -> Outcome:
-    """One publication for each of `patients`, which each are the odd one out once."""
+    """Publish once with each of `patients` as the one faulty engine."""
     deadlines = Deadlines(pause=DEADLINE_S, flush=DEADLINE_S, load=DEADLINE_S, control=DEADLINE_S)
     outcome = Outcome()
     async with AsyncExitStack() as stack:
@@ -200,7 +200,7 @@ async def time_fault(
             outcome.others_ms.append(longest_pause(report, odd.name))
             outcome.decided_ms.append(decided)
             retired = [odd.name] if kind.retired else []
-            outcome.as_it_should &= list(report.unconfirmed) == retired and list(fleet.retired()) == retired
+            outcome.as_expected &= list(report.unconfirmed) == retired and list(fleet.retired()) == retired
             fleet.forget(odd)
     return outcome
 
@@ -214,7 +214,7 @@ def fault_rows(kind: Kind, way: PrefixSharing, well: Outcome, found: Outcome) ->
     end = "it is retired" if kind.retired else "nothing is retired"
     case = f"the {HEALTHY} others stand still, one {kind.name}, {way}, ms"
     goal = f"all others resume at the new version within {bound:.0f}, {end}"
-    holds = found.as_it_should and median(found.others_ms) <= bound
+    holds = found.as_expected and median(found.others_ms) <= bound
     decided = f"until the publication returns, one {kind.name}, {way}, ms"
     return [
         fault_row(case, well.others_ms, found.others_ms, goal, holds),
@@ -235,7 +235,7 @@ async def bench_fleet(log: Log, rows: list[Row], parts: Collection[str] = PARTS)
         log(f"starting {sum(SIZES)} fake engines")
         with fake_engines(sum(SIZES), latency_s=LATENCY_S, token_s=STEP_S) as urls:
             log("measuring")
-            keep(growth_rows(await time_growth(grouped(urls, SIZES), ROUNDS)), rows, log)
+            report_rows(growth_rows(await time_growth(grouped(urls, SIZES), ROUNDS)), rows, log)
     if "faults" in parts:
         with fake_engines(HEALTHY, latency_s=LATENCY_S, token_s=STEP_S) as healthy:
             for way in WAYS:
@@ -246,16 +246,16 @@ async def bench_fleet(log: Log, rows: list[Row], parts: Collection[str] = PARTS)
                     with fake_engines(FAULT_ROUNDS, faults=faults, latency_s=latency_s, token_s=STEP_S) as patients:
                         found[kind.name] = await time_fault(healthy, patients, kind, way, f"{way}-{kind.name}")
                 for kind in KINDS[1:]:
-                    keep(fault_rows(kind, way, found["well"], found[kind.name]), rows, log)
+                    report_rows(fault_rows(kind, way, found["well"], found[kind.name]), rows, log)
     if "clients" in parts:
         with fake_engines(max(CLIENT_SIZES), token_s=STEP_S) as urls:
             for size in CLIENT_SIZES:
                 log(f"clients: {size}")
-                keep(client_rows(size, await time_clients(urls[:size], CLIENT_ROUNDS)), rows, log)
+                report_rows(client_rows(size, await time_clients(urls[:size], CLIENT_ROUNDS)), rows, log)
 
 
 def grouped(urls: Sequence[str], sizes: Sequence[int]) -> dict[int, list[str]]:
-    """Size -> so many of the URLs, none twice."""
+    """Return size -> that many of the URLs, none twice."""
     groups, start = {}, 0
     for size in sizes:
         groups[size] = list(urls[start : start + size])

@@ -1,10 +1,10 @@
-"""The traffic that every mode of `bench modes` gets: groups that share a prompt, answers of mixed lengths.
+"""`ModeLoad` is the traffic of every mode of `bench modes`: groups that share a prompt, answers of mixed lengths.
 
 A seed fixes prompts and lengths, so each mode answers the same requests in the same order. A request's place is taken
 by the next one as soon as it ends: what is in flight stays constant, as in an asynchronous run whose trainer keeps up.
 
-What the engine did is known from its answers alone, and by the publication it did it after: the version that sampled
-each token, and the version under which each admission to prefill took place.
+The engine's work is known from its answers alone, for each version: the one that sampled each token, and the one
+under which each admission to prefill took place.
 """
 
 from __future__ import annotations
@@ -35,39 +35,40 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One answer of the engine: a request was finished, or an abort ended it."""
+    """A try is one answer of the engine: a request was finished, or an abort ended it."""
 
     finished: bool
     sampled: Counts
-    prefilled: Counts  # an admission's tokens less those found in the cache
-    whole: Counts = ()  # of a finished request what all its tries sampled
+    prefilled: Counts  # the admissions' tokens less those found in the cache
+    request_sampled: Counts = ()  # what all tries of a finished request sampled
 
 
 def requests(shape: Shape, seed: int) -> Iterator[Request]:
-    """Endless. Prompts have nothing in common but by chance; lengths are dealt as from a shuffled pack, so that a slice
-    has its share of each.
+    """Yield requests without end.
+
+    Prompts have nothing in common but by chance; lengths are drawn without replacement, so that a slice has its share
+    of each.
     """
-    chance = random.Random(seed)
-    pack: list[int] = []
+    rng = random.Random(seed)
+    lengths_left: list[int] = []
     while True:
-        prompt = [chance.randrange(256) for _ in range(shape.prompt)]
+        prompt = [rng.randrange(256) for _ in range(shape.prompt)]
         for _ in range(shape.group):
-            pack = pack or chance.sample(shape.answers, len(shape.answers))
-            yield Request(prompt, pack.pop())
+            lengths_left = lengths_left or rng.sample(shape.answers, len(shape.answers))
+            yield Request(prompt, lengths_left.pop())
 
 
 def number_of(version: str) -> int:
-    """The publications before it: version names are "<slice>.<number>"."""
+    """Return how many publications came before a version: its name is "<slice>.<number>"."""
     return int(version.rpartition(".")[2])
 
 
 @dataclass(slots=True)
 class ModeLoad:
-    """Keeps `shape.in_flight` requests in flight on one engine while the block runs; at its end all that are left are
-    aborted and their answers taken in.
+    """The load keeps `shape.in_flight` requests in flight on one engine while the block runs.
 
-    `keep_tokens`: an aborted request is sent again behind the tokens that it has; else they are thrown away and the
-    next request takes its place.
+    At its end those that are left are aborted and their answers counted. `keep_tokens`: an aborted request is sent
+    again with the tokens that it has; else they are thrown away and the next request takes its place.
     """
 
     client: EngineClient
@@ -86,7 +87,7 @@ class ModeLoad:
     async def __aexit__(self, *exc: object) -> None:
         self._ending = True
         try:
-            if exc[0] is None:  # else the engine may be gone, and that is what must be told
+            if exc[0] is None:  # else the engine may be gone, and that error must be raised
                 await settle(self.client)
                 async with asyncio.timeout(SETTLED_S):
                     await asyncio.gather(*self._tasks)
@@ -109,7 +110,7 @@ class ModeLoad:
                 return
 
     async def _try(self, request: Request) -> bool:
-        """Send it; whether its place is free for the next one."""
+        """Send the request; return whether its place is free for the next one."""
         body = {
             "input_ids": request.prompt + request.output,
             "sampling_params": {"max_new_tokens": request.answer - len(request.output), "ignore_eos": True},
@@ -134,17 +135,17 @@ class ModeLoad:
         return True
 
     def _check_counts(self, tokens: int, sampled: Counts, prefilled: Counts) -> None:
-        """Raises BenchError where the answer says of some token not who sampled it, or of it all no prefill."""
-        told = sum(count for _, count in sampled)
-        if told != tokens or (tokens and not prefilled):
+        """Raise BenchError where the answer doesn't name the version of every token, or has no prefill."""
+        attributed = sum(count for _, count in sampled)
+        if attributed != tokens or (tokens and not prefilled):
             raise BenchError(
-                f"{self.client.name}: an answer of {tokens} tokens says of {told} which version sampled them, and has "
+                f"{self.client.name}: an answer of {tokens} tokens names the version of {attributed} of them, and has "
                 f"{len(prefilled)} prefills; is the hook kv_spans active?"
             )
 
 
-async def nobody_waits(client: EngineClient) -> None:
-    """Return once every request is admitted: one that is aborted before tells nothing of what it did earlier."""
+async def all_admitted(client: EngineClient) -> None:
+    """Return once every request is admitted: one that is aborted before has no record of its earlier work."""
     until = time.monotonic() + SETTLED_S
     while True:
         reports: list[Any] = await client.reports()
@@ -156,7 +157,7 @@ async def nobody_waits(client: EngineClient) -> None:
 
 
 async def settle(client: EngineClient) -> None:
-    """Abort everything and return once the engine holds no request. Raises BenchError where it doesn't let go."""
+    """Abort everything and return once the engine holds no request. Raises BenchError where it still holds some."""
     until = time.monotonic() + SETTLED_S
     while True:
         await client.abort_all()

@@ -1,15 +1,15 @@
-"""`reef-slime bench overhead`: what recording costs, in tokens decoded per second.
+"""`reef-slime bench overhead` measures what recording costs, in tokens decoded per second.
 
 One engine is compared with itself: its hooks are taken out of the running scheduler and put back between batches
 (engine_plugin/hook_switch.py), because two engines that are started alike differ by more than recording costs. In each
 round the same prompts are answered three times, in an order that changes from round to round:
 
     off      SGLang's own functions everywhere, but for the attention that makes a CPU engine fast
-    again    the same once more: what it differs by from `off` is what this machine can't tell apart
+    again    the same once more: its difference from `off` is the noise of this machine
     on       every hook
 
 So each round gives one ratio of `on` to the other two of the very same moment; a row holds the medians over the rounds,
-and the interval that the true median of the ratio lies in. A batch is whole requests: a short prompt's prefill, the
+and the interval that the true median of the ratio lies in. A batch is complete requests: a short prompt's prefill, the
 decoded tokens, and the record of each finished request. The model is tiny, so its steps are short, and a fixed cost per
 step or per request weighs more than on any model that one would train; answers are short, so the record of a request
 does too.
@@ -30,7 +30,7 @@ from pathlib import Path
 from slime_backend.bench.catalog import Log
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
-from slime_backend.bench.rows import BenchError, Row, keep
+from slime_backend.bench.rows import BenchError, Row, report_rows
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_plugin import HOOK_MODULES
 from slime_backend.simulation.models import make_tiny_model
@@ -63,7 +63,7 @@ PLOTS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Medians over rounds. `low` .. `high` holds the true median of the ratio with 95 % confidence."""
+    """A comparison has medians over rounds. `low` .. `high` holds the true median of the ratio with 95 % confidence."""
 
     peer: float  # tokens per second
     ours: float
@@ -81,7 +81,7 @@ class Comparison:
 
 
 def interval_rank(count: int, confidence: float) -> int:
-    """Rank (from 0) such that the median lies between the values of this rank from below and from above.
+    """Return the rank (from 0) such that the median lies between the values of this rank from below and from above.
 
     Order statistics, whatever the distribution: each value lies below the median with probability 1/2, so the number
     that do is binomial. Raises BenchError where `count` values are too few for any such interval.
@@ -91,7 +91,7 @@ def interval_rank(count: int, confidence: float) -> int:
         rank += 1
         below += math.comb(count, rank) * 0.5**count
     if rank == 0:
-        raise BenchError(f"{count} rounds are too few to say anything with {confidence:.0%} confidence; take more")
+        raise BenchError(f"{count} rounds are too few for {confidence:.0%} confidence; take more")
     return rank - 1
 
 
@@ -100,7 +100,7 @@ async def switch(engine: EngineClient, on: bool) -> None:
 
 
 async def decode(engine: EngineClient, prompts: Sequence[Sequence[int]], recorded: bool) -> float:
-    """Tokens per second of one batch that is sent at once, from sending to the last answer.
+    """Return the tokens per second of one batch that is sent at once, from sending to the last answer.
 
     Raises BenchError where the answers have a record although the hooks are out, or none although they are in.
     """
@@ -110,12 +110,12 @@ async def decode(engine: EngineClient, prompts: Sequence[Sequence[int]], recorde
     answers = await asyncio.gather(*(engine.generate(body) for body in bodies))
     seconds = time.perf_counter() - start
     if any((KV_PROVENANCE_KEY in answer["meta_info"]) != recorded for answer in answers):
-        raise BenchError(f"the hooks were switched {'on' if recorded else 'off'} and the answers say otherwise")
+        raise BenchError(f"the hooks were switched {'on' if recorded else 'off'} and the answers show otherwise")
     return sum(len(answer["output_ids"]) for answer in answers) / seconds
 
 
 async def measure(engine: EngineClient, batch: int, rounds: int, rng: random.Random) -> dict[str, list[float]]:
-    """Side -> tokens per second of each round."""
+    """Return for each side the tokens per second of each round."""
     await engine.flush()
     found: dict[str, list[float]] = {side: [] for side in SIDES}
     order = list(SIDES)
@@ -133,7 +133,7 @@ async def measure(engine: EngineClient, batch: int, rounds: int, rng: random.Ran
 
 
 def row(model: str, batch: int, side: str, found: Comparison) -> Row:
-    """`peer`: tokens per second with the hooks out."""
+    """Make the row of a side; the peer is the engine with the hooks out."""
     what = "every hook in" if side == ON else "the hooks out once more"
     return Row(
         f"decode, {model}, batch {batch}, {what}; ratio within {found.low:.3f} .. {found.high:.3f}",
@@ -163,4 +163,4 @@ async def bench_overhead(log: Log, rows: list[Row], parts: Collection[str] = PAR
                     speeds = await measure(engine, batch, rounds, rng)
                     both = [(a + b) / 2 for a, b in zip(speeds[OFF], speeds[AGAIN], strict=True)]
                     for side, peer in ((ON, both), (AGAIN, speeds[OFF])):
-                        keep([row(name, batch, side, Comparison.of(peer, speeds[side]))], rows, log)
+                        report_rows([row(name, batch, side, Comparison.of(peer, speeds[side]))], rows, log)

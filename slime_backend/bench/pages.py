@@ -1,12 +1,12 @@
-"""The page of a bench: its rows as a table and plots, with the command, the machine and the date.
+"""This writes the page of a bench: its rows as a table and plots, with the command, the machine and the date.
 
     folder/README.md          the index
     folder/<bench>.json       what was measured, run by run; everything else is made of these
     folder/<bench>.md         the page
     folder/<bench>-<plot>.svg
 
-A run of one part replaces the earlier run of that part, a whole run all of them. Rows that miss their goal stay in.
-`python -m slime_backend.bench.pages DIR` makes all but the data files anew, without measuring.
+A run of one part replaces the earlier run of that part, a complete run all of them. Rows that miss their goal stay in.
+`python -m slime_backend.bench.pages DIR` makes all but the data files again, without measuring.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ means at other sizes: [scale.md](scale.md).
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the figures depend on. Names neither the host nor a path."""
+    """The figures depend on this machine. It names neither the host nor a path."""
 
-    cores: int  # that this process may use
+    cores: int  # available to this process
     memory_gib: float
     processor: str
     kernel: str
@@ -79,7 +79,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a bench, or of one part of it."""
+    """This records one run of a bench, or of one part of it."""
 
     command: str
     date: str
@@ -87,8 +87,8 @@ class Run:
     seconds: float
     rows: Sequence[Row]
     part: str | None = None
-    load: tuple[float, float] | None = None  # of the machine, a minute's average, as the run began and as it ended
-    details: dict[str, Any] | None = None  # what a bench keeps beside its rows, for others to read
+    load: tuple[float, float] | None = None  # the machine's one-minute average at the run's beginning and end
+    details: dict[str, Any] | None = None  # what a bench keeps in addition to its rows, for others to read
 
     def to_json(self) -> dict[str, Any]:
         data = {**asdict(self), "rows": [row_json(row) for row in self.rows]}
@@ -102,7 +102,7 @@ class Run:
 
 
 class Clock:
-    """Begun with a run, so that the run knows its machine and how long it took."""
+    """The clock starts with a run and measures its time and the machine's load."""
 
     def __init__(self) -> None:
         self._started, self._load = time.monotonic(), os.getloadavg()[0]
@@ -115,7 +115,7 @@ class Clock:
 
 
 def write(folder: Path, bench: Bench, run: Run) -> Path:
-    """Add `run` to the bench's file and make its page, its plots and the index anew; returns the page.
+    """Add `run` to the bench's file and make its page, its plots and the index again; returns the page.
 
     Plots need matplotlib (`plots.can_draw`); without it the page has none. Raises BenchError where the folder holds
     something else, OSError where it can't be written.
@@ -144,7 +144,7 @@ def prepare(folder: Path, bench: Bench) -> None:
 
 
 def rewrite(folder: Path) -> None:
-    """Make every page, plot and the index anew of the data files."""
+    """Make every page, plot and the index again from the data files."""
     for bench in BENCHES:
         if runs := read(folder, bench):
             _write_page(folder, bench, runs)
@@ -158,7 +158,7 @@ def _write_page(folder: Path, bench: Bench, runs: Sequence[Run]) -> Path:
 
 
 def read(folder: Path, bench: Bench) -> list[Run]:
-    """The runs that are kept there; none where nothing is. Raises BenchError on anything else."""
+    """Return the runs that are kept there, if any. Raises BenchError for a file that isn't the bench's."""
     path = _data_file(folder, bench)
     try:
         return [Run.from_json(run) for run in json.loads(path.read_text())["runs"]]
@@ -172,8 +172,8 @@ def read(folder: Path, bench: Bench) -> list[Run]:
 
 
 def compose(bench: Bench, runs: Sequence[Run], pictures: Sequence[tuple[plots.Plot, str]]) -> str:
-    """The page. `pictures`: plots with the names of their files."""
-    blocks = [f"# {bench.title[0].upper()}{bench.title[1:]}", bench.explained()]
+    """Return the text of a page. `pictures`: plots with the names of their files."""
+    blocks = [f"# {bench.title[0].upper()}{bench.title[1:]}", bench.description()]
     blocks += [f"![{plot.title}]({name})" for plot, name in pictures]
     for run in runs:
         table = [_line(COLUMNS), _line("---:" if c in COLUMNS[1:4] else "---" for c in COLUMNS)]
@@ -186,7 +186,7 @@ def compose(bench: Bench, runs: Sequence[Run], pictures: Sequence[tuple[plots.Pl
 
 
 def index(folder: Path) -> str:
-    """The index, of the benches that have a file in `folder`."""
+    """Return the index of the benches that have a file in `folder`."""
     lines = []
     for bench in BENCHES:
         if runs := read(folder, bench):

@@ -1,4 +1,4 @@
-"""A picture of a bench's rows: a line for the peer and one for ours, over a number that the cases name."""
+"""`draw` plots a bench's rows: a line for the peer and one for ours, over a number in the cases' names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ PEER_COLOUR, OUR_COLOUR = "#c44e52", "#4c72b0"
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One SVG. `cases`: a pattern of the whole text of those cases that belong in it; its group `x` is the number.
-    Both axes are logarithmic; bars show the middle half of the rounds."""
+    """A plot is one SVG with logarithmic axes; bars show the middle half of the rounds.
+
+    `cases`: a pattern that matches the complete text of its cases; its group `x` is the number.
+    """
 
     name: str
     title: str
@@ -33,13 +35,13 @@ def can_draw() -> bool:
 
 
 def points(plot: Plot, rows: Sequence[Row]) -> list[tuple[float, Row]]:
-    """(x, row) of the cases that the plot is of, by x."""
+    """Return (x, row) of the plot's cases, sorted by x."""
     found = [(match, row) for row in rows if (match := re.fullmatch(plot.cases, row.case))]
     return sorted(((float(match["x"]), row) for match, row in found), key=lambda point: point[0])
 
 
 def draw(plot: Plot, rows: Sequence[Row], path: Path) -> bool:
-    """Write the SVG; False, and nothing, where fewer than two of the rows belong in it. The same rows give the same
+    """Write the SVG; False, and nothing, where fewer than two rows match. The same rows give the same
     bytes. Needs matplotlib."""
     found = points(plot, rows)
     if len(found) < 2:

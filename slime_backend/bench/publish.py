@@ -1,13 +1,13 @@
-"""`reef-slime bench publish`: how long engines stand still for a publication, the bytes left out.
+"""`reef-slime bench publish` measures how long a publication pauses the engines, without the bytes.
 
 Three ways on the same engines and under the same load, in turns:
 
-    slime    what slime does at every update: pause (`abort`), flush, resume; HTTP 200 is taken for done
+    slime    slime's sequence at every update: pause (`abort`), flush, resume; HTTP 200 counts as done
     retract  our transaction: pause (`retract`), flush, each scheduler's evidence, label, resume
     scoped   our transaction: pause in place, evidence of the pause, label, evidence of the sweep, resume
 
-The load: so many requests in flight on each engine, of 48 prompt and 256 output tokens, sent again as soon as one
-ends, also where an abort ended it. Each standstill begins once nine in ten of them decode. An abort pause asks once a
+The load: a fixed number of requests in flight on each engine, of 48 prompt and 256 output tokens; each is sent again as
+soon as it ends, also by an abort. Each pause begins once nine in ten of them decode. An abort pause asks once a
 second whether anything still runs; that is the peer's second. "Resumed" is the last resume's answer in all three; ours
 then ask each scheduler whether it runs, and it does meanwhile. The engines serve a tiny model, so a pause waits for a
 short step; the controller, the clients of the load and the engines share this machine's cores.
@@ -29,7 +29,7 @@ from typing import Any
 from slime_backend.bench.catalog import Log
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
-from slime_backend.bench.rows import BenchError, Row, cost_row, keep
+from slime_backend.bench.rows import BenchError, Row, cost_row, report_rows
 from slime_backend.bench.slime_sequence import Stop, slime_sequence
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_process import RUN_HOOKS
@@ -41,10 +41,10 @@ from slime_backend.simulation.models import make_tiny_model
 PARTS = ("load", "engines", "eight")
 ROUNDS = 9
 IN_FLIGHT = (1, 8, 32, 128, 512)  # on one engine
-USUAL = 32  # on each of several engines, and of the split
+USUAL = 32  # on each of several engines, and for the split
 ENGINES = {"engines": (1, 2, 4), "eight": (8,)}  # part -> how many at once
 ENGINE_ROUNDS = 5
-ENGINE_GIB = 2.0  # of memory that one takes
+ENGINE_GIB = 2.0  # memory of one engine
 TIMES, UNDER_MS = 30, 30  # the goals, for pause to verified
 PROMPT, REPLY = 48, 256  # tokens
 SETTLED = 0.9  # of the requests must decode: some are always about to be sent again
@@ -73,7 +73,7 @@ PLOTS = (
 
 
 class NoBytes:
-    """A Transport that moves nothing: what is left is the publication itself."""
+    """This Transport moves nothing: what is left is the publication itself."""
 
     name = "none"
     counted = False
@@ -90,7 +90,7 @@ class NoBytes:
 
 @dataclass(slots=True)
 class Load:
-    """Keeps `wanted` requests in flight on each engine. Requests that an abort ends are sent again, and counted."""
+    """The load keeps `wanted` requests in flight on each engine; aborted ones are counted and sent again."""
 
     clients: Sequence[EngineClient]
     wanted: int
@@ -112,10 +112,10 @@ class Load:
         for client in self.clients:
             await client.abort_all()
 
-    async def _keep(self, client: EngineClient, chance: random.Random) -> None:
-        tokens = chance.randrange(1, REPLY)  # the first answers end at different times, so the later ones do too
+    async def _keep(self, client: EngineClient, rng: random.Random) -> None:
+        tokens = rng.randrange(1, REPLY)  # the first answers end at different times, so the later ones do too
         while True:
-            ids = [chance.randrange(256) for _ in range(PROMPT)]
+            ids = [rng.randrange(256) for _ in range(PROMPT)]
             sampling = {"max_new_tokens": tokens, "ignore_eos": True}
             answer = await client.generate({"input_ids": ids, "sampling_params": sampling})
             self.aborted += answer["meta_info"]["finish_reason"]["type"] == "abort"
@@ -127,7 +127,7 @@ class Load:
         while True:
             for task in self._tasks:
                 if task.done():
-                    task.result()  # a request failed: tell why
+                    task.result()  # raises why a request failed
             running = [sum(r.kv.running for r in await client.reports()) for client in self.clients]
             if min(running) >= SETTLED * self.wanted:
                 return
@@ -138,7 +138,7 @@ class Load:
 
 @dataclass(slots=True)
 class Measured:
-    """What `in_turns` saw in each round."""
+    """`in_turns` measured this in each round."""
 
     engines: int
     in_flight: int  # on each engine
@@ -150,7 +150,7 @@ class Measured:
 
 
 async def in_turns(clients: Sequence[EngineClient], in_flight: int, rounds: int) -> Measured:
-    """Each of the three ways under the same load, `rounds` times after one round that isn't counted.
+    """Measure each of the three ways under the same load, `rounds` times after one round that isn't counted.
 
     Raises BenchError where a publication isn't confirmed by every engine, PublicationError where by none.
     """
@@ -183,8 +183,10 @@ async def in_turns(clients: Sequence[EngineClient], in_flight: int, rounds: int)
 
 
 def barrier_rows(found: Measured, where: str) -> list[Row]:
-    """Until every cache is flushed and, for ours, until every scheduler's counts have shown it; `scoped` has nothing to
-    flush."""
+    """Compare the times until every cache is flushed and, for ours, until every scheduler's counts confirm it.
+
+    `scoped` has nothing to flush.
+    """
     peer = [stop.flushed_ms for stop in found.slime]
     return [
         cost_row(f"{case}, {where}, ms", peer, [report.verified_ms or 0.0 for report in reports], at_least=TIMES)
@@ -196,8 +198,10 @@ def barrier_rows(found: Measured, where: str) -> list[Row]:
 
 
 def resumed_rows(found: Measured, where: str) -> list[Row]:
-    """Until the last resume is answered, on both sides alike; and, of ours alone, until all schedulers' counts have
-    shown it, with the engines at work again."""
+    """Compare the times until the last resume is answered.
+
+    Ours also have the time until all schedulers' counts confirm it, while the engines work again.
+    """
     peer = [stop.resumed_ms for stop in found.slime]
     rows = []
     for way, reports in (("retract", found.retract), ("scoped", found.scoped)):
@@ -209,7 +213,7 @@ def resumed_rows(found: Measured, where: str) -> list[Row]:
 
 
 def split_rows(found: Measured, where: str) -> list[Row]:
-    """Where the time of our two ways goes, and what an abort throws away."""
+    """Return where the time of our two ways goes, and what an abort throws away."""
     rows = [
         cost_row(
             f"pause to verified by itself, {way}, {where}, ms",
@@ -236,7 +240,7 @@ def split_rows(found: Measured, where: str) -> list[Row]:
 
 
 def phase(reports: Sequence[PublicationReport], step: Step) -> list[float]:
-    """Milliseconds of the slowest engine in each."""
+    """Return each report's time of the slowest engine in this step, in ms."""
     return [max(outcome.times.get(step, 0.0) for outcome in report.engines) for report in reports]
 
 
@@ -248,7 +252,7 @@ async def engines_on(model: Path, logs: Path, count: int) -> AsyncIterator[list[
 
 
 def fit_in_memory() -> int:
-    """How many engines there is memory for now."""
+    """Return how many engines there is memory for now."""
     (line,) = (x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
     return int(int(line.split()[1]) / 2**20 / ENGINE_GIB)
 
@@ -267,9 +271,9 @@ async def bench_publish(log: Log, rows: list[Row], parts: Collection[str] = PART
                 for in_flight in IN_FLIGHT:
                     log(f"{in_flight} in flight")
                     found, where = await in_turns(clients, in_flight, ROUNDS), f"1 engine, {in_flight} in flight"
-                    keep([*barrier_rows(found, where), *resumed_rows(found, where)], rows, log)
+                    report_rows([*barrier_rows(found, where), *resumed_rows(found, where)], rows, log)
                     if in_flight == USUAL:
-                        keep(split_rows(found, where), rows, log)
+                        report_rows(split_rows(found, where), rows, log)
         for count in (count for part, counts in ENGINES.items() if part in parts for count in counts):
             if count > fit_in_memory():
                 log(f"{count} engines need {count * ENGINE_GIB:g} GiB of free memory, which this machine has not")
@@ -278,4 +282,4 @@ async def bench_publish(log: Log, rows: list[Row], parts: Collection[str] = PART
             async with engines_on(model, Path(folder), count) as clients:
                 found = await in_turns(clients, USUAL, ENGINE_ROUNDS)
                 where = f"{count} engine{'s' * (count > 1)} together, {USUAL} in flight on each"
-                keep([*barrier_rows(found, where), *resumed_rows(found, where)], rows, log)
+                report_rows([*barrier_rows(found, where), *resumed_rows(found, where)], rows, log)

@@ -1,4 +1,4 @@
-"""What every bench prints: one row per case, the peer beside ours, and whether the goal holds."""
+"""Every bench prints these rows: one per case, with the peer's figure, ours, and whether the goal holds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ Spread = tuple[float, float]  # the middle half of the rounds: a quarter of them
 
 
 class BenchError(ReefError, RuntimeError):
-    """A bench can't measure what it says; the message is one line."""
+    """A bench can't measure what it should; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`ratio`: how many times better ours is than the peer, in the case's own cost (tokens computed, seconds, slots);
-    None where nothing is compared. The spreads are given where `peer` and `ours` are medians over rounds."""
+    """A row is one case's figures.
+
+    `ratio`: how many times better ours is than the peer, in the case's own cost (tokens computed, seconds, slots);
+    None where nothing is compared. The spreads are given where `peer` and `ours` are medians over rounds.
+    """
 
     case: str
     peer: float | None
@@ -43,7 +46,7 @@ def cost_row(
     at_least: float | None = None,
     below: float | None = None,
 ) -> Row:
-    """A cost (less is better) in the rounds of one run: medians, their ratio, the middle half of the rounds.
+    """Make the row of a cost (less is better): medians over the rounds, their ratio, the middle half of the rounds.
 
     The goal: `at_least` so many times less than the peer, or `below` so much; without either there is none.
     """
@@ -68,7 +71,7 @@ def cost_row(
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None of fewer than three rounds, which have no middle half to speak of."""
+    """Return the middle half of the rounds; None for fewer than three."""
     if len(values) < 3:
         return None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -76,30 +79,30 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def short(value: float) -> float:
-    """Four digits: more than any of these measurements is good for."""
+    """Round to four digits, more than any of these measurements is precise to."""
     return float(f"{value:.4g}")
 
 
-def told(row: Row) -> str:
-    """One line, for while the rest is measured."""
+def format_row(row: Row) -> str:
+    """Format a row as one log line."""
     times = "" if row.ratio is None else f", ratio {row.ratio}"
     return f"{row.case}: peer {row.peer}, ours {row.ours}{times} ({'holds' if row.holds else 'MISSED'}: {row.goal})"
 
 
-def keep(found: Sequence[Row], rows: list[Row], log: Callable[[str], None]) -> None:
-    """Add what was found to the bench's rows, and say it."""
+def report_rows(found: Sequence[Row], rows: list[Row], log: Callable[[str], None]) -> None:
+    """Add new rows to the bench's, and log them."""
     for row in found:
         rows.append(row)
-        log(told(row))
+        log(format_row(row))
 
 
 def row_json(row: Row) -> dict[str, Any]:
-    """The six fields of the contract, and the spreads of those that have one."""
+    """Return the six fields of the contract, and the spreads where there are some."""
     return {name: v for name, v in asdict(row).items() if v is not None or name in ("peer", "ratio")}
 
 
 def to_json(bench: str, rows: Sequence[Row], error: str | None = None) -> dict[str, Any]:
-    """`error`: why the bench ended early, where it did; the rows are those that were measured before."""
+    """Return a bench's rows as JSON. `error`: why it ended early, where it did; the rows were measured before."""
     data = {"bench": bench, "rows": [row_json(row) for row in rows]}
     return data if error is None else {**data, "error": error}
 
@@ -108,7 +111,7 @@ COLUMNS = ("case", "peer", "ours", "times better", "goal", "holds")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """What stands in COLUMNS, on the terminal and on a page."""
+    """Return the texts of COLUMNS, for the terminal and a page."""
     peer, ours = number(row.peer, row.peer_spread), number(row.ours, row.our_spread)
     return row.case, peer, ours, number(row.ratio), row.goal, "yes" if row.holds else "NO"
 
@@ -132,5 +135,5 @@ def number(value: float | None, around: Spread | None = None) -> str:
 
 
 def _plain(value: float) -> str:
-    """Four digits, and never an exponent."""
+    """Format with four digits and no exponent."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,9 +1,9 @@
-"""What slime 0.3.1 does to its engines at every update, for a bench to have as its peer.
+"""`slime_sequence` does what slime 0.3.1 does to its engines at every update, as the peer of a bench.
 
 update_weight_from_distributed.py, `update_weights`: pause on all engines, flush on all engines, the weights, resume on
 all engines. The pause has an empty body, so SGLang takes its default mode `abort`, which polls once a second until
-nothing runs; a refused flush is sent again after a second, sixty times (sglang_engine.py, `flush_cache`). HTTP 200 is
-taken for done everywhere.
+nothing runs; a refused flush is sent again after a second, sixty times (sglang_engine.py, `flush_cache`). HTTP 200
+counts as done everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLUSH_TRIES = 60
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """One standstill, in ms from the first pause sent: until the caches are flushed on all engines, until resumed."""
+    """A stop has the times, in ms from the first pause sent, until the caches are flushed and until resumed."""
 
     flushed_ms: float
     resumed_ms: float

@@ -1,10 +1,10 @@
-"""`reef-slime bench swa`: fan-out over a shared prompt on a hybrid model, SGLang as it is beside SGLang with anchors.
+"""`reef-slime bench swa` compares SGLang as it is with SGLang with anchors: fan-out over a shared prompt, hybrid model.
 
 Three pairs of real engines on this CPU, one pair at a time, each a tiny model with a window of 128 tokens. Both engines
 of a pair get the same requests, one after the other in turn, so that neither runs while the other is timed. `peer` is
 the engine without the hook `swa_anchors`. Reuse is the share of the tokens that a prompt shares with earlier ones.
 
-    wide     one chunk takes a whole prompt    all rows of reuse, and the wall time
+    wide     one chunk takes a complete prompt all rows of reuse, and the wall time
     roomy    6000 sliding-window slots         slots for one prompt; a parked head
     tight    3000 sliding-window slots         too small for what is asked: the same answers, no error
 """
@@ -24,7 +24,7 @@ from typing import Any
 from slime_backend.bench.catalog import Log
 from slime_backend.bench.engines import running_engines
 from slime_backend.bench.plots import Plot
-from slime_backend.bench.rows import BenchError, Row, cost_row, keep, ratio
+from slime_backend.bench.rows import BenchError, Row, cost_row, ratio, report_rows
 from slime_backend.engine_client import EngineClient
 from slime_backend.engine_plugin.anchor_plan import grid
 from slime_backend.engine_process import DEFAULT_HOOKS
@@ -57,7 +57,7 @@ PLOTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     found: int  # tokens of the prompt that came from the cache
     computed: int
     seconds: float
@@ -69,7 +69,7 @@ class Answer:
 class Side:
     client: EngineClient
 
-    async def ask(self, ids: Sequence[int], tokens: int = 16, anchors: Sequence[int] | None = None) -> Answer:
+    async def ask(self, ids: Sequence[int], tokens: int = 16, anchors: Sequence[int] | None = None) -> TimedAnswer:
         custom = {} if anchors is None else {"custom_params": {ANCHORS_KEY: list(anchors)}}
         sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True, **custom}
         start = time.perf_counter()
@@ -78,7 +78,7 @@ class Side:
         meta = body["meta_info"]
         found = int(meta["cached_tokens"])
         logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        return Answer(found, len(ids) - found, seconds, body["output_ids"], logprobs)
+        return TimedAnswer(found, len(ids) - found, seconds, body["output_ids"], logprobs)
 
     async def kv(self) -> KvEvidence:
         return (await self.client.reports())[0].kv
@@ -90,12 +90,12 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same engine without the hook and with it."""
+    """A pair is the same engine without the hook and with it."""
 
     peer: Side
     ours: Side
 
-    async def ask(self, ids: Sequence[int], **options: Any) -> tuple[Answer, Answer]:
+    async def ask(self, ids: Sequence[int], **options: Any) -> tuple[TimedAnswer, TimedAnswer]:
         return await self.peer.ask(ids, **options), await self.ours.ask(ids, **options)
 
     async def flush(self) -> None:
@@ -105,7 +105,7 @@ class Pair:
 
 @asynccontextmanager
 async def running_pair(model: Path, logs: Path, name: str, **settings: Any) -> AsyncIterator[Pair]:
-    """Both engines, ended whatever happens. Raises EngineStartError, BenchError."""
+    """Start both engines and end them at the end. Raises EngineStartError, BenchError."""
     hooks = {"peer": DEFAULT_HOOKS, "ours": (*DEFAULT_HOOKS, ANCHORS_HOOK)}
     async with running_engines(model, logs, name, hooks, **settings) as engines:
         status = [(await client.reports())[0].hooks.get(ANCHORS_HOOK) for client in engines.values()]
@@ -115,7 +115,7 @@ async def running_pair(model: Path, logs: Path, name: str, **settings: Any) -> A
 
 
 class Prompts:
-    """Prompts of random bytes in the tiny model's chat template; no two heads are alike."""
+    """This makes prompts of random bytes in the tiny model's chat template; no two heads are alike."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -126,19 +126,19 @@ class Prompts:
         return [self._random.randrange(256) for _ in range(length)]
 
     def head(self, length: int) -> list[int]:
-        """`length` tokens that the questions of one system prompt begin with."""
+        """Return `length` tokens that the questions of one system prompt begin with."""
         return [self._mark[SYSTEM], *self.text(length - 3), self._mark[END], self._mark[USER]]
 
     def turn(self, length: int) -> list[int]:
-        """A user's text, up to where the reply begins."""
+        """Return a user's text, up to where the reply begins."""
         return [*self.text(length), self._mark[END], self._mark[ASSISTANT]]
 
     def next_turn(self, length: int) -> list[int]:
         return [self._mark[END], self._mark[USER], *self.turn(length)]
 
 
-def reuse_row(case: str, shared: int, answers: Sequence[tuple[Answer, Answer]], goal: float | None) -> Row:
-    """The worst share that either side found; `goal` None: no less than the peer."""
+def reuse_row(case: str, shared: int, answers: Sequence[tuple[TimedAnswer, TimedAnswer]], goal: float | None) -> Row:
+    """Make the row of the worst share that each side found; `goal` None: no less than the peer."""
     peer, ours = (min(a.found for a in side) / shared for side in zip(*answers, strict=True))
     computed = [sum(a.computed for a in side) for side in zip(*answers, strict=True)]
     wanted = peer if goal is None else goal
@@ -146,8 +146,8 @@ def reuse_row(case: str, shared: int, answers: Sequence[tuple[Answer, Answer]], 
     return Row(case, round(peer, 4), round(ours, 4), ratio(*computed), words, ours >= wanted)
 
 
-def wall_row(shared: int, pairs: Sequence[tuple[Answer, Answer]], at_least: float | None) -> Row:
-    """How long the second prompt of a head takes, up to its second token."""
+def wall_row(shared: int, pairs: Sequence[tuple[TimedAnswer, TimedAnswer]], at_least: float | None) -> Row:
+    """Make the row of the time of a head's second prompt, up to its second token."""
     peer, ours = ([1000 * answer.seconds for answer in side] for side in zip(*pairs, strict=True))
     return cost_row(f"first fan-out behind {shared} shared tokens, ms", peer, ours, at_least=at_least)
 
@@ -155,7 +155,7 @@ def wall_row(shared: int, pairs: Sequence[tuple[Answer, Answer]], at_least: floa
 async def wide_rows(pair: Pair, prompts: Prompts, log: Log) -> list[Row]:
     rows: list[Row] = []
     firsts, seconds, appends, dropped = [], [], [], []
-    shorter: dict[int, list[tuple[Answer, Answer]]] = {length: [] for length in SHORTER}
+    shorter: dict[int, list[tuple[TimedAnswer, TimedAnswer]]] = {length: [] for length in SHORTER}
     for i in range(ROUNDS):
         log(f"fan-out {i + 1}/{ROUNDS}")
         head = prompts.head(HEAD)
@@ -198,7 +198,7 @@ async def wide_rows(pair: Pair, prompts: Prompts, log: Log) -> list[Row]:
     rows.append(reuse_row(f"four sessions, one system prompt of {OFF_GRID} (the worst)", OFF_GRID, sessions, 0.99))
     rows.append(await eight_at_once(pair, prompts))
 
-    shortest: list[tuple[Answer, Answer]] = []
+    shortest: list[tuple[TimedAnswer, TimedAnswer]] = []
     for tail in TAILS:
         if tail % 50 == 0:
             log(f"tail lengths {tail}/{TAILS[-1]}")
@@ -210,7 +210,7 @@ async def wide_rows(pair: Pair, prompts: Prompts, log: Log) -> list[Row]:
 
 
 async def eight_at_once(pair: Pair, prompts: Prompts) -> Row:
-    """Eight sessions of one new head; those that find it, in one wave of requests or in two."""
+    """Run eight sessions of one new head and count those that find it, in one wave of requests or in two."""
     head = prompts.head(HEAD)
     waves = [[head + prompts.turn(300 + i + 10 * wave) for i in range(8)] for wave in range(2)]
     found, computed, needed = [], [], []
@@ -261,7 +261,7 @@ async def tight_rows(pair: Pair, prompts: Prompts, log: Log) -> list[Row]:
     alone = [head + prompts.turn(n) for head in heads for n in (60, 70)]
     at_once = [heads[-1] + prompts.turn(80 + i) for i in range(8)]
     distinct = [prompts.head(1750) + prompts.turn(40) for _ in range(8)]
-    answers: list[list[Answer]] = []
+    answers: list[list[TimedAnswer]] = []
     peaks = []
     for side in (pair.peer, pair.ours):
         peak = asyncio.create_task(watch_peak(side))
@@ -295,7 +295,7 @@ async def tight_rows(pair: Pair, prompts: Prompts, log: Log) -> list[Row]:
 
 
 async def watch_peak(side: Side) -> int:
-    """The most slots in use that a look found, until cancelled."""
+    """Return the most slots in use that any poll found, once cancelled."""
     peak = 0
     try:
         while True:
@@ -327,9 +327,9 @@ async def bench_swa(log: Log, rows: list[Row], parts: Collection[str] = PARTS) -
             log(f"starting two engines: {name}")
             async with running_pair(model, Path(folder), name, **settings) as pair:
                 measured = await measure(pair, prompts, log)
-            keep(measured, rows, log)
+            report_rows(measured, rows, log)
 
 
 def pool(full: int, sliding: int) -> dict[str, Any]:
-    """Engine settings for so many slots of each kind."""
+    """Return engine settings for this many slots of each kind."""
     return {"max_total_tokens": full, "extra": ("--swa-full-tokens-ratio", str(sliding / full))}

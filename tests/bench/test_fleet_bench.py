@@ -50,7 +50,7 @@ def test_the_others_resume_whatever_is_wrong_with_one(
     what = KIND[name]
     with fake_engines(2) as healthy, fake_engines(2, faults=what.faults) as patients:
         found = run_async(time_fault(healthy, patients, what, way, "tag"))
-        assert found.as_it_should
+        assert found.as_expected
         assert len(found.others_ms) == len(found.decided_ms) == 2
 
 
@@ -58,7 +58,7 @@ def test_a_dead_engine_that_nobody_expects_is_seen(run_async: Any) -> None:
     """The control: an engine is said to be well, and is not."""
     with fake_engines(1) as healthy, fake_engines(1, faults=KIND["dead"].faults) as patients:
         found = run_async(time_fault(healthy, patients, KIND["well"], "retract", "tag"))
-    assert not found.as_it_should
+    assert not found.as_expected
     (row, _) = fleet.fault_rows(KIND["well"], "retract", Outcome([10.0], [20.0]), found)
     assert not row.holds
 

@@ -13,7 +13,7 @@ import pytest
 
 from slime_backend.bench import catalog, modes, pages
 from slime_backend.bench.mode_load import ModeLoad, Try, requests
-from slime_backend.bench.mode_slices import Stop, run_slice, summarise
+from slime_backend.bench.mode_slices import PublicationTiming, run_slice, summarise
 from slime_backend.engine_client import EngineClient
 from slime_backend.planner import measured as measured_file
 from slime_backend.planner.from_bench import speeds_of
@@ -121,22 +121,22 @@ def test_what_an_abort_ends_goes_on_or_is_thrown_away(run_async, keep_tokens):
     tries, bodies = run_async(work())
     again = bodies[2:4]
     finished = next(t for t in tries if t.finished)
-    assert sum(tokens for _, tokens in finished.whole) == 50
+    assert sum(tokens for _, tokens in finished.request_sampled) == 50
     if keep_tokens:
         assert all(len(body["input_ids"]) > shape.prompt for body in again)
         for body in again:
             assert len(body["input_ids"]) + body["sampling_params"]["max_new_tokens"] == shape.prompt + 50
-        assert [number for number, _ in finished.whole] == [0, 1]
+        assert [number for number, _ in finished.request_sampled] == [0, 1]
     else:
         assert all(len(body["input_ids"]) == shape.prompt for body in again)
-        assert finished.whole == ((1, 50),)
+        assert finished.request_sampled == ((1, 50),)
 
 
 def test_only_what_was_done_between_the_first_and_the_last_publication_counts():
     stops = [
-        Stop(1.0, 5.0),
-        Stop(3.0, 7.0),
-        Stop(5.5, 9.0),
+        PublicationTiming(1.0, 5.0),
+        PublicationTiming(3.0, 7.0),
+        PublicationTiming(5.5, 9.0),
     ]  # counted: what was done after the second, before the third
     tries = [
         Try(True, ((0, 40), (1, 2)), ((0, 10),), ((0, 40), (1, 2))),  # ended before it
@@ -153,7 +153,7 @@ def test_only_what_was_done_between_the_first_and_the_last_publication_counts():
     assert (dropping.tokens, dropping.thrown_away, dropping.prefilled) == (43, 5, 20)
 
 
-# ---- the whole bench, its page and its rows -------------------------------------------------------------------------
+# ---- the complete bench, its page and its rows ----------------------------------------------------------------------
 
 
 def measured(run_async, checkpoints, interval_s) -> ModeResults:
@@ -182,7 +182,7 @@ def keep_run(folder, results: ModeResults, part: str) -> None:
     pages.write(folder, BENCH, pages.Clock().run(BENCH, part, rows, results.to_json()))
 
 
-def test_every_slice_is_kept_beside_the_page(run_async, checkpoints, tmp_path):
+def test_every_slice_is_kept_with_the_page(run_async, checkpoints, tmp_path):
     results = measured(run_async, checkpoints, interval_s=0.05)
     assert [len(results.of(mode, 0.05)) for mode in MODES] == [2, 2, 2, 2, 4]
     assert {s.seed for s in results.slices} == {0, 1}

@@ -34,7 +34,7 @@ def sizes(*ms: float) -> list[Row]:
     return [cost_row(f"{2**i} engines", [10 * m, 11 * m, 12 * m], [m, m, 2 * m]) for i, m in enumerate(ms)]
 
 
-def test_a_part_replaces_itself_and_a_whole_run_replaces_all(tmp_path: Path) -> None:
+def test_a_part_replaces_itself_and_a_complete_run_replaces_all(tmp_path: Path) -> None:
     pages.write(tmp_path, BENCH, run("second", *sizes(1, 2)))
     pages.write(tmp_path, BENCH, run("first", *sizes(3)))
     assert [r.part for r in pages.read(tmp_path, BENCH)] == ["first", "second"]
@@ -48,12 +48,12 @@ def test_a_part_replaces_itself_and_a_whole_run_replaces_all(tmp_path: Path) -> 
 
 
 def test_what_is_kept_reads_back_as_it_was(tmp_path: Path) -> None:
-    whole = run(None, *sizes(1, 2), Row("a|b", None, 1.0, None, "under 1", False))
-    pages.write(tmp_path, BENCH, whole)
+    complete = run(None, *sizes(1, 2), Row("a|b", None, 1.0, None, "under 1", False))
+    pages.write(tmp_path, BENCH, complete)
     (back,) = pages.read(tmp_path, BENCH)
-    assert dataclasses.replace(back, rows=[]) == dataclasses.replace(whole, rows=[])
-    assert [r.case for r in back.rows] == [r.case for r in whole.rows]
-    assert pages.compose(BENCH, [back], []) == pages.compose(BENCH, [whole], [])
+    assert dataclasses.replace(back, rows=[]) == dataclasses.replace(complete, rows=[])
+    assert [r.case for r in back.rows] == [r.case for r in complete.rows]
+    assert pages.compose(BENCH, [back], []) == pages.compose(BENCH, [complete], [])
 
 
 def test_a_page_names_neither_the_host_nor_a_path(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from slime_backend.bench import swa
 from slime_backend.simulation.models import byte_tokenizer
 
 
-def answer(found: int, total: int) -> swa.Answer:
-    return swa.Answer(found, total - found, 0.1, [1, 2], [-0.5, -0.25])
+def answer(found: int, total: int) -> swa.TimedAnswer:
+    return swa.TimedAnswer(found, total - found, 0.1, [1, 2], [-0.5, -0.25])
 
 
 @pytest.mark.parametrize(

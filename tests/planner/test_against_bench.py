@@ -1,4 +1,4 @@
-"""The planner beside measurements on real engines: docs/benchmarks/modes.json, from `reef-slime bench modes`.
+"""The planner against measurements on real engines: docs/benchmarks/modes.json, from `reef-slime bench modes`.
 
 The engine's speeds and one mode's standstill are taken from the file; throughput, prefilled tokens and lag of every
 mode are predicted. A prediction that is off by more than a fifth is named here, and counted in
@@ -53,7 +53,7 @@ def test_what_is_named_is_in_the_documentation(cells):
 
 
 def test_the_formulas_of_another_mode_would_not_do(runs, cells):
-    """The control: each mode's measurements beside every other mode's prediction."""
+    """The control: each mode's measurements against every other mode's prediction."""
     taken: Counter[bool] = Counter()
     for run in runs:
         for cell in compare([run]):

@@ -1,4 +1,4 @@
-"""The planner's formulas beside an engine that is simulated step by step (simulated.py): no figure of it goes in."""
+"""The planner's formulas against an engine that is simulated step by step (simulated.py): no figure of it goes in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRAFFICS = {
 }
 SPEEDS = Speeds(prefill=4000, decode=600, standstill_s=0.1, admission_s=0.01)
 CLOSE = 0.12
-DROPPING = 0.2  # what a standstill leaves room for are a few whole answers or none
+DROPPING = 0.2  # what a standstill leaves room for are a few complete answers or none
 
 
 def apart(mode: Mode, traffic: Traffic, seen: Found) -> dict[str, float]:

@@ -256,9 +256,9 @@ def test_the_command_says_what_it_took(tmp_path, capsys):
     path.write_text("disjoint_prefix_sharing: auto\n")
     settings = cli._load(path, [], trains=True)
     assert settings.policy.prefix_sharing == "scoped"
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert told[0].startswith("disjoint_prefix_sharing=auto takes scoped: the planner expects")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("disjoint_prefix_sharing=auto takes scoped: the planner expects")
 
 
 # ---- slime ----------------------------------------------------------------------------------------------------------

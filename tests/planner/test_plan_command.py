@@ -119,7 +119,7 @@ def test_wrong_use_is_one_line_and_two(args, seen, monkeypatch, capfd):
     assert len(err.splitlines()) == 1
 
 
-def test_the_measurements_of_a_bench_stand_beside_their_predictions(tmp_path: Path):
+def test_the_measurements_of_a_bench_are_shown_with_their_predictions(tmp_path: Path):
     shape = Shape(prompt=100, group=4, answers=(50,), in_flight=8, chunk=1000)
     slices = [Slice(mode, 100.0, 0, 100.0, 1, 10, 8000, 0, 9000, 0.05, 0.05, 1000.0) for mode in MODES]
     results = measured.ModeResults(shape, {}, [EngineSpeeds(1000, 100, 0)], slices)
