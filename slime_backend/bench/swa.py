@@ -4,7 +4,7 @@ Three pairs of real engines on this CPU, one pair at a time, each a tiny model w
 of a pair get the same requests, one after the other in turn, so that neither runs while the other is timed. `peer` is
 the engine without the hook `swa_anchors`. Reuse is the share of the tokens that a prompt shares with earlier ones.
 
-    wide     one chunk takes a complete prompt all rows of reuse, and the wall time
+    wide     one chunk takes a full prompt     all rows of reuse, and the wall time
     roomy    6000 sliding-window slots         slots for one prompt; a parked head
     tight    3000 sliding-window slots         too small for what is asked: the same answers, no error
 """

@@ -82,12 +82,12 @@ def make_config(
     if data.get(SHARING) != AUTO:
         return _checked(data, where)
     others = _checked({**data, SHARING: "retract"}, where)  # retract is valid wherever another mode is
-    sharing, why = resolve_sharing(AUTO, lambda: _start_facts(others, traffic))
+    sharing, why = resolve_sharing(AUTO, lambda: _facts_of_config(others, traffic))
     log(f"{SHARING}={AUTO} takes {sharing}: {why}")
     return _checked({**data, SHARING: sharing}, where)
 
 
-def _start_facts(config: RunConfig, traffic: Expected | None) -> StartFacts:
+def _facts_of_config(config: RunConfig, traffic: Expected | None) -> StartFacts:
     return StartFacts(
         layout=config.publication.layout,
         traffic=traffic(config.task, config.engines, config.model) if traffic else None,

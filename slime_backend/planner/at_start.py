@@ -1,10 +1,9 @@
-"""`--disjoint-prefix-sharing=auto` becomes one of the policy's words here, from what is known before an engine runs.
+"""`--disjoint-prefix-sharing=auto` becomes one of the policy's modes here, from what is known before an engine runs.
 
-Safety first and by itself: what else may keep KV, or an SGLang that can't scope, rules modes out whatever they would
-save. So does what would be refused later: a mode that SGLang can't start with, or that an engine's own report would
-contradict at admission, is left out where another mode passes. Of those left the planner takes the one whose rollouts
-for one publication are done first. The policy decides on the word as if a user had given it, and every engine's own
-report is checked against it as ever.
+Safety comes first: other holders of KV, or an SGLang that can't scope, rule modes out whatever they would save. So does
+what would be refused later: a mode that SGLang can't start with, or that an engine's own report would
+contradict at admission, is left out where another mode passes. Of the rest the planner takes the one whose rollouts for
+one publication are done first. The mode is then checked as if a user had given it, and so is every engine's own report.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ KEEPS_RADIX_CACHE = (
 
 @dataclass(frozen=True, slots=True)
 class StartFacts:
-    """What is known at start."""
+    """These facts are known before an engine runs."""
 
     layout: Layout
     traffic: Traffic | None  # None: unknown
-    requests: float  # that one publication is made from, on one engine
+    requests: float  # per publication, on one engine
     sglang: str | None  # its version; None: unknown
     engine_info: Mapping[str, Any]  # engine settings by SGLang's names, as kv_holders reads them
     disable_radix_cache: bool | None = None  # a user's override; None: the policy's own
-    engines_elsewhere: str = ""  # why the settings of some engine are not among these; empty: they are
-    assumed: str = ""  # what was put in for what isn't known; for the reason
+    engines_elsewhere: str = ""  # why some engine's settings aren't known; empty: they are
+    assumed: str = ""  # the assumptions made for unknown facts, for the reason
 
     @property
     def radix_cache_off(self) -> bool:
@@ -53,7 +52,7 @@ class StartFacts:
 
     @property
     def why_radix_cache_stays_on(self) -> str:
-        """Why `off` would be refused; empty: it wouldn't be."""
+        """Return why `off` would be refused; empty: it wouldn't be."""
         if self.disable_radix_cache is False:
             return "an override keeps the radix cache on"
         flags = [f"--{name.replace('_', '-')}" for name in KEEPS_RADIX_CACHE if self.engine_info.get(name)]
@@ -67,7 +66,7 @@ class Choice:
 
 
 def resolve_sharing(asked: Any, facts: Callable[[], StartFacts]) -> tuple[Any, str]:
-    """(the policy's word, why it was taken); what was asked and no reason, where that isn't `auto`."""
+    """Return (the policy's mode, why it was taken); a mode other than `auto` is returned as it is, without a reason."""
     if asked != AUTO:
         return asked, ""
     choice = choose(facts())
@@ -82,7 +81,7 @@ def choose(facts: StartFacts) -> Choice:
     left, why_not = modes_left(facts)
     if len(left) == 1 or facts.traffic is None:
         return Choice(next(m for m in PREFERRED if m in left), why_not or "nothing is known of the traffic")
-    # Only the ratio of the speeds matters here: all the modes stand still for the same bytes.
+    # Only the ratio of the speeds matters here: all modes pause for the same bytes.
     speeds = Speeds(PREFILL_TO_DECODE, 1.0, 0.0)
     costs = {mode: seconds_for(mode, facts.traffic, speeds, facts.requests) for mode in left}
     fastest = min(costs.values())
@@ -93,8 +92,10 @@ def choose(facts: StartFacts) -> Choice:
 
 
 def modes_left(facts: StartFacts) -> tuple[tuple[Ours, ...], str]:
-    """(the policies that may be taken, why others may not). Never empty; none is among them that would be refused where
-    another wouldn't be. `retract` is refused by nothing that another mode passes: it holds whatever the radix cache is.
+    """Return (the policies that may be taken, why others may not).
+
+    There is always one, and none that would be refused where another wouldn't be. `retract` passes wherever another
+    mode does: it holds with or without the radix cache.
     """
     holders = {holder.name for holder in unhandled(facts.engine_info)}
     stays_on = facts.why_radix_cache_stays_on
@@ -125,7 +126,7 @@ def installed_sglang() -> str | None:
 
 
 def info_of_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """Engine settings by SGLang's names, of flags of its server: ["--a-b", "1", "--c"] -> {"a_b": "1", "c": True}."""
+    """Read engine settings from flags of SGLang's server: ["--a-b", "1", "--c"] -> {"a_b": "1", "c": True}."""
     found: dict[str, Any] = {}
     for flag, following in zip(flags, [*flags, ""][1:], strict=True):
         if not flag.startswith("--"):
@@ -138,7 +139,7 @@ def info_of_flags(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """(0, 5, 15) of "0.5.15.post1"."""
+    """Return (0, 5, 15) for "0.5.15.post1"."""
     parts = []
     for part in version.split(".")[:3]:
         digits = "".join(c for c in part if c.isdigit())

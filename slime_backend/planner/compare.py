@@ -1,4 +1,4 @@
-"""Predictions beside what `reef-slime bench modes` measured: one cell per mode, interval and figure."""
+"""`compare` compares predictions with `reef-slime bench modes`: one cell per mode, interval and figure."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slime_backend.planner.measured import ModeResults
 from slime_backend.planner.predict import predict
 from slime_backend.planner.work import MODES, Mode
 
-CLOSE = 0.2  # a prediction that is off by no more is a good one
+CLOSE = 0.2  # relative error up to which a prediction is close
 FIGURES = ("tokens_per_s", "prefilled_per_token", "lag")
-MEASURED = {"lag": "lag_mean"}  # what a slice calls it, where it has another name
+MEASURED = {"lag": "lag_mean"}  # the names in a slice, where they differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Cell:
 
     @property
     def off_by(self) -> float:
-        """Of the measured value; infinite where that is 0 and the prediction isn't."""
+        """Return the error relative to the measured value; infinite where that is 0 and the prediction isn't."""
         if self.measured == self.predicted:
             return 0.0
         return abs(self.predicted - self.measured) / self.measured if self.measured else float("inf")
@@ -36,10 +36,10 @@ class Cell:
 
 
 def compare(runs: Sequence[ModeResults]) -> list[Cell]:
-    """Calibrated by the engines alone and one mode's standstill in the same run (from_bench.py); nothing else of the
-    slices goes in.
+    """Compare each mode with its prediction.
 
-    Raises MeasurementError where a mode wasn't measured.
+    A prediction is calibrated by the engines alone and one mode's pause in the same run (from_bench.py); nothing else
+    of the slices goes in. Raises MeasurementError where a mode wasn't measured.
     """
     return [cell for results in runs for cell in _cells(results)]
 

@@ -1,4 +1,4 @@
-"""Speeds of what `reef-slime bench modes` measured; its traffic is `Shape.traffic` (bench/mode_load.py)."""
+"""`speeds_of` reads the speeds that `reef-slime bench modes` measured; its traffic is `Shape.traffic`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ CALIBRATED_BY: Mode = "scoped"
 
 
 def speeds_of(results: ModeResults) -> Speeds:
-    """Of an engine alone, and the standstill of one mode; every other figure of the slices is left to be predicted."""
+    """Return the speeds of an engine alone and the pause of one mode; all else in the slices is left to predict."""
     alone = results.typical_speeds()
-    stops = sorted(s.paused_ms for s in results.slices if s.mode == CALIBRATED_BY)
+    pauses_ms = sorted(s.paused_ms for s in results.slices if s.mode == CALIBRATED_BY)
     return Speeds(
         prefill=alone.prefill_tokens_per_s,
         decode=alone.decode_tokens_per_s,
-        standstill_s=stops[len(stops) // 2] / 1000,
+        standstill_s=pauses_ms[len(pauses_ms) // 2] / 1000,
         admission_s=alone.admission_ms / 1000,
     )

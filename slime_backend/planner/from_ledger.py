@@ -1,4 +1,4 @@
-"""Traffic and speeds of a recorded run, from its ledger and its publications."""
+"""This reads traffic and speeds of a recorded run from its ledger and its publications."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from slime_backend.run_files import RunDir
 from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.run_files.rows import policy_of
 
-TOGETHER_S = 0.05  # requests of a group that were sent within this reach the engine at once
-SLOWEST, FASTEST = 1e-2, 1e8  # tokens per second between which a speed is looked for
+TOGETHER_S = 0.05  # requests of a group that were sent within this time reach the engine at once
+SLOWEST, FASTEST = 1e-2, 1e8  # tokens per second, the bounds of the search for a speed
 BISECTIONS = 80
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What a run did, per engine, to compare predictions with."""
+    """This is what a run did per engine, to compare predictions with."""
 
-    mode: Mode  # of its policy
+    mode: Mode  # its policy's
     traffic: Traffic
     standstill_s: float  # median, pause to resume
-    tokens_per_s: float  # of finished answers
+    tokens_per_s: float  # in finished answers
     prefilled_per_token: float
     mixed_share: float
 
 
 def read_recorded(run_dir: Path, chunk: float) -> Recorded:
-    """Raises PlanError where the run has too little to plan with."""
+    """Read a run. Raises PlanError where it has too little to plan with."""
     records = list(read_records(run_dir))
     publications = [
         p
@@ -63,7 +63,7 @@ def read_recorded(run_dir: Path, chunk: float) -> Recorded:
         # Its requests are spread over the engines, and only those on one find each other's prompt.
         group=max(1.0, statistics.fmean(map(len, groups)) / engines),
         answers=quantiles([max(1, len(r.output_ids)) for r in records]),
-        # Little's law: the time that requests spent in flight, over the time that there was.
+        # Little's law: the sum of the requests' times in flight over the elapsed time.
         in_flight=sum(r.finished_at - r.submitted_at for r in records) / seconds / engines,
         period_s=statistics.median(b - a for a, b in itertools.pairwise(starts)),
         chunk=chunk,
@@ -79,10 +79,10 @@ def read_recorded(run_dir: Path, chunk: float) -> Recorded:
     )
 
 
-def speeds_of(recorded: Recorded, prefill_to_decode: float) -> Speeds:
-    """The speeds, in this ratio, at which the run's own mode would finish what the run did.
+def fit_speeds(recorded: Recorded, prefill_to_decode: float) -> Speeds:
+    """Fit the speeds, in this ratio, at which the run's own mode would finish what the run did.
 
-    Raises PlanError where no engine could have.
+    Raises PlanError where no speed explains it.
     """
 
     def at(decode: float) -> Speeds:
@@ -94,7 +94,7 @@ def speeds_of(recorded: Recorded, prefill_to_decode: float) -> Speeds:
     low, high = SLOWEST, FASTEST
     if finished(high) < recorded.tokens_per_s:
         raise PlanError(
-            f"the run's engines finished {recorded.tokens_per_s:.0f} tokens per second between standstills of "
+            f"the run's engines finished {recorded.tokens_per_s:.0f} tokens per second between pauses of "
             f"{recorded.standstill_s:.2f} s, which no speed explains; give --prefill-speed and --decode-speed"
         )
     for _ in range(BISECTIONS):
@@ -104,7 +104,7 @@ def speeds_of(recorded: Recorded, prefill_to_decode: float) -> Speeds:
 
 
 def _busy_s(records: Sequence[RolloutRecord]) -> float:
-    """Seconds in which something was in flight: a run that was interrupted and resumed stood still in between."""
+    """Return the seconds with requests in flight: an interrupted run had none until it was resumed."""
     busy, until = 0.0, float("-inf")
     for record in sorted(records, key=lambda r: r.submitted_at):
         busy += max(0.0, record.finished_at - max(record.submitted_at, until))
@@ -131,7 +131,7 @@ def _common_prefix(prompts: Sequence[tuple[int, ...]]) -> float:
 
 
 def _mode(publication: Mapping[str, Any], run_dir: Path) -> Mode:
-    """The planner's name of a publication's policy."""
+    """Return the planner's mode for a publication's policy."""
     policy = policy_of(publication)
     if policy is not None and policy.layout == "colocated":
         return "retract"

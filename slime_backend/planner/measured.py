@@ -1,4 +1,4 @@
-"""Measured figures that the planner reads: the traffic, the engines' speeds and the slices of `bench modes`.
+"""The planner reads these measurements of `bench modes`: the traffic, the engines' speeds and the slices.
 
 `bench modes` fills these classes and writes them into its page's file, run by run; `read_runs` reads that file.
 """
@@ -22,25 +22,25 @@ class MeasurementError(ReefError, RuntimeError):
 
 
 class MeasurementsMissing(UsageError, MeasurementError):
-    """There is no file where one was named."""
+    """The named file of measurements can't be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Tokens, and requests where it says so."""
+    """The shape is the traffic of a bench, in tokens unless noted."""
 
     prompt: int
     group: int  # requests with the same prompt
     answers: tuple[int, ...]  # lengths, equally likely
     in_flight: int  # requests, on one engine
-    chunk: int  # of one prefill step
+    chunk: int  # tokens of one prefill step
 
     @property
     def longest(self) -> int:
         return self.prompt + max(self.answers)
 
     def traffic(self, interval_s: float) -> Traffic:
-        """In the planner's words, with so many seconds between two publications."""
+        """Return this as the planner's Traffic, with `interval_s` seconds between two publications."""
         return Traffic(
             prompt=self.prompt,
             shared=0,
@@ -56,13 +56,13 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class EngineSpeeds:
     prefill_tokens_per_s: float
-    decode_tokens_per_s: float  # of all requests in flight together
-    admission_ms: float  # of a request besides the tokens that it computes; below 0 by noise
+    decode_tokens_per_s: float  # sum over all requests in flight
+    admission_ms: float  # that a request costs in addition to its tokens; noise may make it negative
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What one slice showed. Counts are of its window; tokens, seconds and ms."""
+    """A slice has one slice's figures, counted in its window."""
 
     mode: Mode
     interval_s: float
@@ -71,10 +71,10 @@ class Slice:
     publications: int
     finished: int  # requests
     tokens: int  # sampled, and in an answer that is finished or goes on
-    thrown_away: int  # tokens: sampled, and not
+    thrown_away: int  # tokens: sampled, in no such answer
     prefilled: int  # tokens
     lag_mean: float  # publications between a finished token's sampling and its answer's end
-    mixed_share: float  # of the finished requests
+    mixed_share: float  # share of the finished requests
     paused_ms: float  # median
 
     @property
@@ -100,14 +100,14 @@ class ModeResults:
         return [s for s in self.slices if s.mode == mode and s.interval_s == interval_s]
 
     def median(self, mode: Mode, interval_s: float, what: str) -> float:
-        """Of a field or property of the slices. Raises MeasurementError where there is none."""
+        """Return the median of a field or property of the slices. Raises MeasurementError where there are none."""
         found = [getattr(s, what) for s in self.of(mode, interval_s)]
         if not found:
             raise MeasurementError(f"no slice of {mode} with a publication every {interval_s:g} s was measured")
         return statistics.median(found)
 
     def typical_speeds(self) -> EngineSpeeds:
-        """Each the median, over both engines: alone they differ less than the machine does from minute to minute."""
+        """Return the median speeds over both engines, which differ less than the machine does from minute to minute."""
         names = [f.name for f in fields(EngineSpeeds)]
         medians = {name: statistics.median(getattr(s, name) for s in self.speeds) for name in names}
         return EngineSpeeds(**{**medians, "admission_ms": max(0.0, medians["admission_ms"])})
@@ -123,7 +123,7 @@ def from_json(data: Mapping[str, Any]) -> ModeResults:
 
 
 def read_runs(path: Path) -> list[ModeResults]:
-    """Run by run. Raises MeasurementError where it isn't a file of `bench modes`, or its runs differ."""
+    """Read a file run by run. Raises MeasurementError where it isn't from `bench modes`, or its runs differ."""
     try:
         runs = [from_json(run["details"]) for run in json.loads(path.read_text())["runs"]]
     except OSError as error:
@@ -135,16 +135,16 @@ def read_runs(path: Path) -> list[ModeResults]:
     if not runs or not all(run.slices and run.speeds for run in runs):
         raise MeasurementError(f"{path}: nothing was measured in it")
     if any((run.shape, run.model) != (runs[0].shape, runs[0].model) for run in runs):
-        raise MeasurementError(f"{path}: its parts were measured with different traffic or models; measure them anew")
+        raise MeasurementError(f"{path}: its parts were measured with different traffic or models; measure them again")
     return runs
 
 
-def together(runs: Sequence[ModeResults]) -> ModeResults:
-    """All runs of a file."""
+def merge_runs(runs: Sequence[ModeResults]) -> ModeResults:
+    """Return one result with the speeds and slices of all runs."""
     speeds, slices = [s for run in runs for s in run.speeds], [s for run in runs for s in run.slices]
     return ModeResults(runs[0].shape, runs[0].model, speeds, slices)
 
 
 def read(path: Path) -> ModeResults:
-    """Raises MeasurementError as `read_runs`."""
-    return together(read_runs(path))
+    """Read a file as one result. Raises MeasurementError as `read_runs`."""
+    return merge_runs(read_runs(path))

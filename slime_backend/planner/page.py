@@ -1,4 +1,4 @@
-"""The plots of a plan as one HTML file, with the report's page around them."""
+"""This writes the plots of a plan as one HTML file, in the report's page."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slime_backend.report.sections import esc
 from slime_backend.report.write import plotly_source
 
 SLIME_DASH = {"drop": "dot", "requeue": "dot"}
-HIGHEST = 1e3  # prefilled tokens for each finished one that are still drawn
+HIGHEST = 1e3  # prefilled tokens for each finished one; higher values are not drawn
 
 
 def write_page(plan: Plan, path: Path) -> None:
-    """Raises ReportError without plotly, PlanError where the file can't be written."""
+    """Write the page. Raises ReportError without plotly, PlanError where the file can't be written."""
     library = plotly_source()
     try:
         path.write_text(compose(plan, library), encoding="utf-8")
@@ -33,7 +33,7 @@ def write_page(plan: Plan, path: Path) -> None:
 
 
 def compose(plan: Plan, plotly: str) -> str:
-    """The page. `plotly`: the source of plotly.js."""
+    """Return the page. `plotly`: the source of plotly.js."""
     listed = "".join(f"<li>{esc(line)}</li>" for line in plan.lines())
     period, group = by_period(plan.traffic), by_group(plan.traffic)
     throughput: Callable[[Prediction], float] = lambda p: p.tokens_per_s  # noqa: E731
@@ -80,7 +80,7 @@ def chart(
     log: bool = False,
     log_y: bool = False,
 ) -> dict[str, Any]:
-    """One curve per mode; where a value is infinite or too high to draw, a gap."""
+    """Draw one curve per mode; where a value is infinite or too high to draw, a gap."""
     data = []
     for number, mode in enumerate(MODES):
         values = [value(predict(mode, at(x), speeds)) for x in points]

@@ -1,4 +1,4 @@
-"""A plan: traffic and speeds put together from what was given, and what follows from them."""
+"""`make_plan` assembles traffic and speeds from what was given, and predicts and recommends from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from slime_backend.planner import from_bench, from_ledger
 from slime_backend.planner.compare import CLOSE, Cell, compare
-from slime_backend.planner.measured import read_runs, together
+from slime_backend.planner.measured import merge_runs, read_runs
 from slime_backend.planner.predict import Prediction, predict_all
 from slime_backend.planner.recommend import (
     GROUPS,
@@ -29,7 +29,7 @@ from slime_backend.planner.work import Mode
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How a field of Given is asked for on the command line; without a name, after the field."""
+    """A flag describes how a field of Given appears on the command line; its default name is the field's."""
 
     help: str | None = None
     name: str | None = None
@@ -42,30 +42,33 @@ Number = float | None
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a user gave, None where he didn't: the one list of the planner's settings. `reef-slime plan` makes its flags
-    of it. Units as in Traffic and Speeds."""
+    """These are a user's settings, None where not given; `reef-slime plan` makes its flags of them.
+
+    Units are as in Traffic and Speeds.
+    """
 
     run_dir: Annotated[
-        Path | None, Flag("a recorded run; flags go before what it says", metavar="[RUN_DIR]", positional=True)
+        Path | None,
+        Flag("a recorded run; flags take precedence over its figures", metavar="[RUN_DIR]", positional=True),
     ] = None
     bench: Annotated[Path | None, Flag("speeds and traffic of reef-slime bench modes --write DIR", metavar="FILE")] = (
         None
     )
-    prompt: Annotated[Number, Flag("of a prompt", "--prompt-tokens", "N")] = None
-    shared: Annotated[Number, Flag("of it, what all prompts begin with", "--shared-tokens", "N")] = None
+    prompt: Annotated[Number, Flag("length of a prompt", "--prompt-tokens", "N")] = None
+    shared: Annotated[Number, Flag("tokens that all prompts begin with", "--shared-tokens", "N")] = None
     group: Annotated[Number, Flag("requests of one prompt", "--group-size", "N")] = None
-    answer: Annotated[Number, Flag("mean of an answer", "--answer-tokens", "N")] = None
+    answer: Annotated[Number, Flag("mean length of an answer", "--answer-tokens", "N")] = None
     spread: Annotated[float, Flag("its standard deviation over its mean", "--answer-spread")] = 0.6
     in_flight: Annotated[Number, Flag("requests on one engine", "--in-flight", "N")] = None
     per_hour: Annotated[Number, Flag(None, "--publications-per-hour", "N")] = None
     chunk: Annotated[Number, Flag("tokens of a prefill step", "--chunk", "N")] = None
     one_by_one: Annotated[bool, Flag("a group's requests don't reach the engine at once", "--one-by-one")] = False
     prefill: Annotated[Number, Flag("tokens per second of one engine", "--prefill-speed")] = None
-    decode: Annotated[Number, Flag("the same, with all in flight", "--decode-speed")] = None
+    decode: Annotated[Number, Flag("tokens per second with all requests in flight", "--decode-speed")] = None
     standstill: Annotated[Number, Flag("seconds a publication in place takes", "--standstill", "S")] = None
     model_billions: Annotated[Number, Flag("active parameters, for the speeds")] = None
-    tflops: Annotated[float, Flag("of the engine's GPUs together, for --model-billions")] = 989.0
-    gb_s: Annotated[float, Flag("the same; both default to one H100", "--bandwidth-gb-s")] = 3350.0
+    tflops: Annotated[float, Flag("of all GPUs of the engine, for --model-billions")] = 989.0
+    gb_s: Annotated[float, Flag("likewise; both default to one H100", "--bandwidth-gb-s")] = 3350.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,9 @@ class Plan:
     recommendation: Recommendation
     by_period: list[Crossover]
     by_group: list[Crossover]
-    notes: list[str] = field(default_factory=list)  # where the figures are from
+    notes: list[str] = field(default_factory=list)  # the sources of the figures
     recorded: from_ledger.Recorded | None = None
-    compared: list[Cell] = field(default_factory=list)  # predictions of what a bench measured beside it
+    compared: list[Cell] = field(default_factory=list)  # predictions next to a bench's measurements
 
     def format_traffic(self) -> str:
         t = self.traffic
@@ -89,10 +92,10 @@ class Plan:
         )
 
     def lines(self) -> list[str]:
-        """What is told below the table."""
+        """Return the lines below the table."""
         found = [f"recommended: {self.recommendation.why}"]
-        found += [_told(c, "a publication every {:.3g} s") for c in self.by_period]
-        found += [_told(c, "{:.3g} requests of each prompt") for c in self.by_group]
+        found += [_format_crossover(c, "a publication every {:.3g} s") for c in self.by_period]
+        found += [_format_crossover(c, "{:.3g} requests of each prompt") for c in self.by_group]
         if self.compared:
             close = sum(c.close for c in self.compared)
             found.append(f"{close} of {len(self.compared)} predictions are within {CLOSE:.0%} of what was measured")
@@ -107,7 +110,7 @@ class Plan:
         return found + self.notes
 
     def to_json(self) -> dict[str, Any]:
-        """Infinite figures (nothing is finished) are null."""
+        """Return the plan as JSON; infinite figures (nothing is finished) are null."""
         return {
             "traffic": asdict(self.traffic),
             "speeds": asdict(self.speeds),
@@ -125,9 +128,10 @@ class Plan:
 
 
 def make_plan(given: Given) -> Plan:
-    """Raises PlanError for what is missing or can't be, MeasurementError for a file that isn't the bench's."""
+    """Make a plan. Raises PlanError for missing or impossible settings, MeasurementError for another file than the
+    bench's."""
     if given.run_dir is not None and given.bench is not None:
-        raise PlanError("give RUN_DIR or --bench, not both: each says what the traffic is")
+        raise PlanError("give RUN_DIR or --bench, not both: each determines the traffic")
     base = _base(given)
     traffic = _traffic(given, base.traffic)
     speeds = _speeds(given, traffic, base)
@@ -146,7 +150,7 @@ def make_plan(given: Given) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """What a run or a bench says; without either nothing."""
+    """The base has what a run or a bench provides; without either it is empty."""
 
     traffic: Traffic | None = None
     speeds: Callable[[], Speeds] | None = None  # called where no flag gives them: a run may have none
@@ -159,12 +163,12 @@ def _base(given: Given) -> _Base:
     if given.run_dir is not None:
         recorded = from_ledger.read_recorded(given.run_dir, given.chunk or CHUNK)
         notes = [f"traffic of {given.run_dir}"]
-        if given.chunk is None:  # no run records it, and after a flush it decides who finds whose prompt
+        if given.chunk is None:  # no run records it, and after a flush it decides which requests find a cached prompt
             notes.append(f"prefill steps of {CHUNK} tokens assumed; give the engines' chunked_prefill_size by --chunk")
-        return _Base(recorded.traffic, lambda: from_ledger.speeds_of(recorded, PREFILL_TO_DECODE), notes, recorded)
+        return _Base(recorded.traffic, lambda: from_ledger.fit_speeds(recorded, PREFILL_TO_DECODE), notes, recorded)
     if given.bench is not None:
         runs = read_runs(given.bench)
-        results = together(runs)
+        results = merge_runs(runs)
         return _Base(
             results.shape.traffic(results.intervals()[-1]),
             lambda: from_bench.speeds_of(results),
@@ -208,7 +212,7 @@ def _traffic(given: Given, base: Traffic | None) -> Traffic:
 
 
 def _speeds(given: Given, traffic: Traffic, base: _Base) -> Speeds:
-    """Of flags first, then a model's size, then the run or the bench. What was assumed goes to the notes."""
+    """Return the speeds from flags first, then a model's size, then the run or bench; assumptions go to the notes."""
     if given.prefill is not None and given.decode is not None:
         known = base.recorded.standstill_s if base.recorded else base.speeds().standstill_s if base.speeds else 0.0
         stop = known if given.standstill is None else given.standstill
@@ -229,13 +233,13 @@ def _speeds(given: Given, traffic: Traffic, base: _Base) -> Speeds:
     found = base.speeds()
     if given.run_dir is not None:
         base.notes.append(
-            f"speeds of its throughput, a prefilled token assumed to cost 1/{PREFILL_TO_DECODE:g} of a decoded one; "
-            "--prefill-speed and --decode-speed go before them"
+            f"speeds from its throughput, a prefilled token assumed to cost 1/{PREFILL_TO_DECODE:g} of a decoded one; "
+            "--prefill-speed and --decode-speed take precedence"
         )
     return found if given.standstill is None else replace(found, standstill_s=given.standstill)
 
 
-def _told(crossover: Crossover, axis: str) -> str:
+def _format_crossover(crossover: Crossover, axis: str) -> str:
     return f"from {axis.format(crossover.at)} on {crossover.above} instead of {crossover.below}"
 
 

@@ -1,4 +1,4 @@
-"""The mode to take, and where along an axis another one begins to be better."""
+"""`recommend` chooses the best mode; `crossovers` finds where along an axis another one becomes better."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slime_backend.planner.speeds import Speeds
 from slime_backend.planner.traffic import PlanError, Traffic
 from slime_backend.planner.work import POLICIES, Mode
 
-# Predictions this close are alike. Of those that are, the first of this list is taken: after a retract each token's
-# log-prob is one version's, `off` asks the least of an engine.
+# Predictions this close count as equal, and the first of PREFERRED is taken: after a retract each token's log-prob is
+# from one version, and `off` needs the least of an engine.
 ALIKE = 0.03
 Ours = Literal["retract", "off", "scoped"]
 PREFERRED: tuple[Ours, ...] = ("retract", "off", "scoped")
@@ -33,7 +33,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """From `at` on along the axis, `above` is recommended instead of `below`."""
+    """At a crossover the recommendation changes: from `at` on, `above` instead of `below`."""
 
     at: float
     below: Mode
@@ -41,7 +41,10 @@ class Crossover:
 
 
 def best(predictions: dict[Mode, Prediction]) -> Mode | None:
-    """Of our policies; slime's abort is predicted for comparison only. None where no mode finishes anything."""
+    """Return the best of our policies, or None where no mode finishes anything.
+
+    slime's abort is predicted for comparison only.
+    """
     fastest = max(predictions[mode].tokens_per_s for mode in POLICIES)
     if not fastest:
         return None
@@ -49,28 +52,30 @@ def best(predictions: dict[Mode, Prediction]) -> Mode | None:
 
 
 def recommend(traffic: Traffic, speeds: Speeds) -> Recommendation:
-    """Raises PlanError where no mode finishes anything."""
+    """Recommend a mode. Raises PlanError where no mode finishes anything."""
     predictions = predict_all(traffic, speeds)
     mode = best(predictions)
     if mode is None:
         raise PlanError(
-            f"with a publication every {traffic.period_s:.3g} s, in which the engine stands still for "
+            f"with a publication every {traffic.period_s:.3g} s, in which the engine is paused for "
             f"{speeds.standstill_s:.3g} s, no mode finishes anything; publish less often"
         )
     mine = predictions[mode]
     others = [predictions[m] for m in POLICIES if m != mode]
-    told = ", ".join(f"{o.mode} {o.tokens_per_s:.0f} ({o.prefilled_per_token:.2f})" for o in others)
+    rest = ", ".join(f"{o.mode} {o.tokens_per_s:.0f} ({o.prefilled_per_token:.2f})" for o in others)
     alike = [o.mode for o in others if o.tokens_per_s >= (1 - ALIKE) * mine.tokens_per_s]
-    reason = f"within {ALIKE:.0%} of {' and '.join(alike)}, and it goes first among equals" if alike else "the fastest"
+    reason = (
+        f"within {ALIKE:.0%} of {' and '.join(alike)}, and it is preferred among equals" if alike else "the fastest"
+    )
     return Recommendation(
         mode,
         f"{mode}: {mine.tokens_per_s:.0f} finished tokens per second and {mine.prefilled_per_token:.2f} prefilled for "
-        f"each (beside {told}): {reason}",
+        f"each (others: {rest}): {reason}",
     )
 
 
 def crossovers(points: Sequence[float], at: At, speeds: Speeds) -> list[Crossover]:
-    """Where the recommended mode changes between two of `points`, found by bisection."""
+    """Find where the recommended mode changes between two of `points`, by bisection."""
 
     def mode_at(x: float) -> Mode | None:
         traffic = at(x)

@@ -1,4 +1,4 @@
-"""What slime's parsed arguments say of a run before it starts."""
+"""`start_facts` reads a run's facts from slime's parsed arguments before it starts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 from slime_backend.planner.at_start import StartFacts, installed_sglang
 from slime_backend.planner.traffic import CHUNK, Traffic, answers_around
 
-# This rollout function has nothing in flight when weights are published: slime's loops wait for it. What another one
-# leaves in flight isn't known; as much as the engines take is assumed.
+# This rollout function has nothing in flight when weights are published: slime's loops wait for it. For another one it
+# isn't known; as much as the engines take is assumed.
 WAITED_FOR = "slime.rollout.sglang_rollout.generate_rollout"
-PROMPT = 512  # tokens, where --rollout-max-prompt-len doesn't say
-FULL = 0.5  # of the longest answer and prompt that the flags allow: the mean
+PROMPT = 512  # tokens, without --rollout-max-prompt-len
+FULL = 0.5  # the mean of answers and prompts over the longest that the flags allow
 SPREAD = 0.6
-SGLANG = "sglang_"  # what slime puts before SGLang's names
+SGLANG = "sglang_"  # slime's prefix of SGLang's names
 
 
 def start_facts(args: Any) -> StartFacts:
-    """`args`: slime's, whole or in part; what is missing is taken as unknown."""
+    """Return the facts of slime's `args`, complete or in part; missing ones count as unknown."""
     engines = max(1, int(_get(args, "rollout_num_gpus") or 1) // int(_get(args, "rollout_num_gpus_per_engine") or 1))
     group = int(_get(args, "n_samples_per_prompt") or 1)
     requests = int(_get(args, "rollout_batch_size") or 1) * group / engines

@@ -1,4 +1,4 @@
-"""How fast one engine is: given, from a model's size, or measured (from_bench.py, from_ledger.py)."""
+"""`Speeds` is how fast one engine is: given, from a model's size, or measured (from_bench.py, from_ledger.py)."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from dataclasses import dataclass
 
 from slime_backend.planner.traffic import PlanError
 
-# What prefilling reaches of a GPU's peak arithmetic, and decoding of its peak bandwidth: common figures, not measured.
+# The share of a GPU's peak arithmetic that prefilling reaches, and of its peak bandwidth that decoding reaches: common
+# figures, not measured.
 ARITHMETIC_SHARE, BANDWIDTH_SHARE = 0.5, 0.7
-BYTES = 2  # of a bf16 weight
-LOAD_GB_S = 5.0  # bytes of the weights into a paused engine
-STEPS_S = 0.03  # of a publication without its bytes
-PREFILL_TO_DECODE = 4.0  # where only one of the speeds is known, or neither
+BYTES = 2  # per bf16 weight
+LOAD_GB_S = 5.0  # loading weights into a paused engine
+STEPS_S = 0.03  # a publication without its bytes
+PREFILL_TO_DECODE = 4.0  # the ratio of the speeds where it isn't known
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of one engine; decode with the traffic's requests in flight. Raises PlanError for what can't be."""
+    """These are one engine's speeds, decoding with the traffic's requests in flight. Raises PlanError if impossible."""
 
     prefill: float  # tokens per second
     decode: float  # tokens per second
     standstill_s: float  # from the pause to the resume of a publication in place, with its bytes
-    admission_s: float = 0.0  # that each prefill step takes however few its tokens are
+    admission_s: float = 0.0  # that each prefill step takes in addition to its tokens
 
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
@@ -34,11 +35,12 @@ class Speeds:
 
 
 def of_model(billions: float, tflops: float, gb_s: float, in_flight: float, standstill_s: float | None) -> Speeds:
-    """Of a dense model of so many billion active parameters in bf16, on an engine with this peak arithmetic and memory
-    bandwidth in all its GPUs together.
+    """Estimate the speeds of a dense bf16 model with `billions` billion active parameters.
+
+    `tflops` and `gb_s` are the peak arithmetic and memory bandwidth of all GPUs of the engine.
 
     Prefilling takes 2 operations per parameter and token. A decode step reads each weight once and computes as much per
-    token. Reading the KV is left out: with long contexts decoding is slower than this says.
+    token. Reading the KV is left out: with long contexts decoding is slower than estimated.
     """
     if min(billions, tflops, gb_s) <= 0:
         raise PlanError("a model size, its arithmetic and its bandwidth must be more than 0")

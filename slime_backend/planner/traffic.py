@@ -1,4 +1,4 @@
-"""What is asked of one engine."""
+"""`Traffic` describes the load of one engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from slime_backend.errors import UsageError
 
-LENGTHS = 32  # that stand for a distribution of answers
+LENGTHS = 32  # that represent a distribution of answers
 CHUNK = 8192  # SGLang's usual chunked_prefill_size on a GPU
 
 
@@ -20,13 +20,13 @@ class PlanError(UsageError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """On one engine. Lengths in tokens, in_flight and group in requests.
+    """This is the traffic on one engine: lengths in tokens, in_flight and group in requests.
 
-    Raises PlanError for what can't be.
+    Raises PlanError for impossible values.
     """
 
     prompt: float
-    shared: float  # of each prompt: what all prompts of the run begin with
+    shared: float  # tokens that all prompts of the run begin with
     group: float  # requests with the same prompt
     answers: tuple[float, ...]  # lengths, equally likely
     in_flight: float
@@ -52,17 +52,17 @@ class Traffic:
 
     @property
     def answer(self) -> float:
-        """The mean length."""
+        """Return the mean length."""
         return statistics.fmean(self.answers)
 
     @property
     def progress(self) -> float:
-        """Mean tokens that a request in flight has: it is the longer answers that one meets in flight."""
+        """Return how many tokens a request in flight has on average; longer answers are in flight more often."""
         return statistics.fmean(a * a for a in self.answers) / (2 * self.answer)
 
 
 def answers_around(mean: float, spread: float) -> tuple[float, ...]:
-    """Log-normal lengths with this mean; `spread` is the standard deviation over the mean.
+    """Return log-normal lengths with this mean; `spread` is the standard deviation over the mean.
 
     Raises PlanError for a mean under 1 or a negative spread.
     """
@@ -80,7 +80,7 @@ def answers_around(mean: float, spread: float) -> tuple[float, ...]:
 
 
 def quantiles(lengths: Sequence[float]) -> tuple[float, ...]:
-    """At most LENGTHS lengths that stand for these: each the mean of an equal share of the sorted ones."""
+    """Return at most LENGTHS lengths that represent these: each the mean of an equal share of the sorted ones."""
     ordered = sorted(lengths)
     count = min(LENGTHS, len(ordered))
     cuts = [round(i * len(ordered) / count) for i in range(count + 1)]
