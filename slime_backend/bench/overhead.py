@@ -110,7 +110,7 @@ async def decode(engine: EngineClient, prompts: Sequence[Sequence[int]], recorde
     answers = await asyncio.gather(*(engine.generate(body) for body in bodies))
     seconds = time.perf_counter() - start
     if any((KV_PROVENANCE_KEY in answer["meta_info"]) != recorded for answer in answers):
-        raise BenchError(f"the hooks were switched {'on' if recorded else 'off'} and the answers show otherwise")
+        raise BenchError(f"the hooks were switched {'on' if recorded else 'off'} and the answers show the opposite")
     return sum(len(answer["output_ids"]) for answer in answers) / seconds
 
 

@@ -1,8 +1,8 @@
-"""slime and Megatron-core on a CPU: debug a slime job on a machine without a GPU (docs/slime/cpu.md).
+"""This package runs slime and Megatron-core on a CPU, to debug a job without a GPU (docs/slime/cpu.md).
 
     SLIME_ACCELERATOR=cpu python -m slime_backend.slime_hooks.train ...
 
-Everything here is asleep unless that variable, slime's own, says `cpu`; a machine with GPUs is never touched. Nothing
+Everything here is inactive unless that variable, slime's own, is `cpu`; a machine with GPUs is never touched. Nothing
 is edited on disk: what a CPU needs is registered by slime's own API or changed right after a module's import, and each
 change asserts the source that it was written for (`source.py`).
 
@@ -27,7 +27,7 @@ VARIABLE = "SLIME_ACCELERATOR"
 
 
 def requested() -> bool:
-    """Whether this process is to run slime on a CPU."""
+    """Return whether this process is to run slime on a CPU."""
     return os.environ.get(VARIABLE, "").strip().lower() == "cpu"
 
 

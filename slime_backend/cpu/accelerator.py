@@ -1,4 +1,4 @@
-"""Registers `cpu` in slime's accelerator registry, by its public API (slime 0.3.1, slime/utils/accelerator)."""
+"""`register` adds `cpu` to slime's accelerator registry, by its public API (slime 0.3.1, slime/utils/accelerator)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def install() -> None:
 
 
 def register(module: ModuleType) -> None:
-    """`module`: slime.utils.accelerator."""
+    """Register the accelerator in `module`, slime.utils.accelerator."""
     module.register_accelerator(
         "cpu",
         lambda: _accelerator_class()(),
@@ -24,7 +24,7 @@ def register(module: ModuleType) -> None:
 
 
 class _Stream:
-    """Work on a CPU is done when it is issued; there is nothing to wait for."""
+    """A CPU's stream has nothing to wait for: work is done when it is issued."""
 
     def synchronize(self) -> None:
         return None
@@ -36,7 +36,7 @@ def _accelerator_class() -> type:
     from slime.utils.accelerator.base import Accelerator
 
     class CpuAccelerator(Accelerator):
-        """One device, `cpu`, with gloo for everything that would be NCCL."""
+        """This accelerator has one device, `cpu`, with gloo for everything that would be NCCL."""
 
         name = "cpu"
         device_type = "cpu"

@@ -1,4 +1,7 @@
-"""Variables of a process that runs slime on a CPU. What the user has set stays, but for the GPUs, which are hidden."""
+"""`apply` sets the variables of a process that runs slime on a CPU.
+
+What the user has set stays, except that the GPUs are hidden.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def apply() -> None:
 
 @contextlib.contextmanager
 def unhidden_gpus() -> Iterator[None]:
-    """Without CUDA_VISIBLE_DEVICES: a Ray that starts in it would refuse more logical GPUs than it names.
+    """Unset CUDA_VISIBLE_DEVICES in the block: a Ray that starts would refuse more logical GPUs than it names.
 
     Ray's workers inherit the environment of the start; `apply` hides the GPUs again in each of them.
     """

@@ -1,6 +1,6 @@
-"""The flags of slime, Megatron-core and SGLang that a CPU needs, added to those of the job. Pure.
+"""`cpu_flags` returns the flags of slime, Megatron-core and SGLang that a CPU needs in addition to the job's.
 
-argparse takes the last of two, so what comes after the job's own flags wins: a launch script for GPUs keeps its flags.
+argparse takes the last of two, so flags after the job's own win: a launch script for GPUs keeps its flags.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ NEEDED: tuple[tuple[str, ...], ...] = (
     ("--no-offload-rollout",),
 )
 
-# Where the job doesn't say otherwise.
+# These apply unless the job sets them.
 DEFAULTS: tuple[tuple[str, ...], ...] = (
     ("--spec", "slime_backend.cpu.layer_spec", "get_spec"),
     ("--hidden-dropout", "0"),
     ("--sglang-dtype", "float32"),  # as the trainer's, see precision.py
-    ("--sglang-mem-fraction-static", "0.2"),  # of all memory; trainer and engines share it
+    ("--sglang-mem-fraction-static", "0.2"),  # a share of all memory, for trainer and engines together
     ("--sglang-max-total-tokens", "65536"),
     ("--sglang-sleep-on-idle",),  # an idle scheduler would spin on a core that the trainer needs
     ("--router-prometheus-host", "127.0.0.1"),
 )
 
-# slime reads it after every other flag, so nothing that comes later can take it back.
+# slime reads it after every other flag, so no later flag can override it.
 REFUSED = ("--offload",)
 PRECISIONS = {"--bf16", "--fp16"}
 
@@ -52,7 +52,7 @@ class GpuFlagError(ReefError, ValueError):
 
 
 def cpu_flags(argv: Sequence[str]) -> list[str]:
-    """What to append to the job's flags `argv`.
+    """Return what to append to the job's flags `argv`.
 
     Raises GpuFlagError.
     """

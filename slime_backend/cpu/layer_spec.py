@@ -1,4 +1,4 @@
-"""A Megatron-core layer for CPU training: `--spec slime_backend.cpu.layer_spec get_spec` (slime's own flag).
+"""This is a Megatron-core layer for CPU training: `--spec slime_backend.cpu.layer_spec get_spec` (slime's own flag).
 
 Megatron-core's local layers differ from Transformer Engine's in two ways that matter to slime:
   - their attention refuses packed sequences, and slime packs every batch (slime 0.3.1, megatron_utils/data.py:98);
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm, then the column-parallel linear layer; named as Transformer Engine names its fused one."""
+    """This is RMSNorm, then the column-parallel linear layer; named as Transformer Engine's fused one."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -36,7 +36,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention, one call per packed sequence.
+    """This computes causal attention, one call per packed sequence.
 
     q [T, H, D] and k, v [T, KV, D] with `packed_seq_params` (T tokens of all sequences) -> [T, H * D];
     q [S, B, H, D] and k, v [S, B, KV, D] without -> [S, B, H * D].
@@ -58,7 +58,7 @@ class PackedAttention(MegatronModule):
         if config.attention_dropout:
             raise ValueError("the CPU attention has no dropout; pass --attention-dropout 0")
         if config.context_parallel_size > 1:
-            raise ValueError("the CPU attention sees whole sequences; pass --context-parallel-size 1")
+            raise ValueError("the CPU attention needs complete sequences; pass --context-parallel-size 1")
         self.scale = softmax_scale
 
     def forward(
@@ -87,12 +87,12 @@ class PackedAttention(MegatronModule):
 
 
 def get_spec(args: Any, config: Any, vp_stage: int | None = None) -> Any:
-    """The local layer of Megatron-core with the two changes; arguments as slime passes them to a `--spec`."""
+    """Return the local layer of Megatron-core with the two changes; arguments as slime passes them to a `--spec`."""
     layer = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     parts = layer.submodules
     parts.input_layernorm = IdentityOp
     parts.pre_mlp_layernorm = IdentityOp
-    parts.sharded_state_dict_keys_map = {}  # it renames the norms that are gone
+    parts.sharded_state_dict_keys_map = {}  # it would rename the removed norms
     attention, mlp = _submodules(parts.self_attention), _submodules(parts.mlp)
     attention.core_attention = PackedAttention
     attention.linear_qkv = NormColumnParallelLinear
@@ -101,5 +101,5 @@ def get_spec(args: Any, config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _submodules(spec: Any) -> Any:
-    """Megatron-core 0.19 has ModuleSpec for some parts and functools.partial for others."""
+    """Return the submodules; Megatron-core 0.19 has ModuleSpec for some parts and functools.partial for others."""
     return spec.submodules if hasattr(spec, "submodules") else spec.keywords["submodules"]

@@ -1,7 +1,7 @@
-"""Everything of a job in the CPU mode listens on the loopback, on ports that no other job of this machine takes.
+"""A job in the CPU mode listens on the loopback only, on ports that no other job of this machine takes.
 
 slime 0.3.1 gives the router SLIME_HOST_IP, its own variable, but the engines and the trainer's rendezvous the outside
-address that a Ray worker finds (utils/misc.py:88). And it takes the engines' ports from 15000 upwards by looking which
+address that a Ray worker finds (utils/misc.py:88). And it takes the engines' ports from 15000 upwards by checking which
 are free (ray/rollout.py:181), half a minute before the engines listen there: two jobs on one laptop would share them.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 from slime_backend.cpu import source
 from slime_backend.import_hooks import on_import
 
-PORT_VARIABLE = "REEF_SLIME_ENGINE_PORTS"  # the first of a job's ports; the driver draws it, its workers get it
+PORT_VARIABLE = "REEF_SLIME_ENGINE_PORTS"  # the first of a job's ports; the driver draws it, its workers inherit it
 SLIME_FIRST_PORT = 15000
-# Between Ray's workers and slime's rendezvous (both below 21000) and the ports that the kernel hands out (32768 on).
+# Between Ray's workers and slime's rendezvous (both below 21000) and the ports that the kernel assigns (32768 on).
 FIRST, LAST, PER_JOB = 21200, 32000, 300
 
 

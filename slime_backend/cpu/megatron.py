@@ -1,8 +1,8 @@
-"""Megatron-core 0.19.2 on a CPU: each change with the file and the text that make it necessary.
+"""This module adapts Megatron-core 0.19.2 to a CPU; each change names the file and the text that need it.
 
-Most of what Megatron-core asks of CUDA goes through a few names of torch.cuda, which torch_cuda.py gives a meaning;
-`USES` says which module needs which, and is asserted when that module is imported. What compares the names of tensor
-types is compiled with other names (`REWRITES`).
+Most of what Megatron-core asks of CUDA goes through a few names of torch.cuda, which torch_cuda.py implements;
+`USES` lists which module needs which, and is asserted when that module is imported. Modules that compare the names of
+tensor types are compiled with other names (`REWRITES`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REWRITES: dict[str, dict[str, str]] = {
     )
 }
 
-# Module -> texts that the names of torch_cuda.py are for.
+# Module -> texts that need the names of torch_cuda.py.
 USES: dict[str, tuple[str, ...]] = {
     "megatron.core.tensor_parallel.random": ("torch.cuda.get_rng_state()", "torch.cuda.manual_seed("),
     "megatron.core.tensor_parallel.mappings": ("device=torch.cuda.current_device()",),
@@ -40,7 +40,7 @@ HIDDEN = ("flash_mla", "flashinfer")
 
 
 def install() -> None:
-    """Register everything for the import of Megatron-core."""
+    """Register all changes for the import of Megatron-core."""
     on_import("megatron.core", _prepare)
     on_import("megatron.core.tensor_parallel.random", _use_cpu_generator)
     for module_name, replacements in REWRITES.items():
@@ -61,7 +61,7 @@ def _prepare(module: Any) -> None:
 
 
 def _use_cpu_generator(module: Any) -> None:
-    """Its setter would queue each state for a CUDA that never starts, and set nothing."""
+    """Replace the setter, which would queue each state for a CUDA that never starts, and set nothing."""
     import torch
 
     source.require_in(module, ["def _get_cuda_rng_state(", "def _set_cuda_rng_state("])

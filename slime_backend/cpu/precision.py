@@ -1,4 +1,4 @@
-"""Trains in float32 on a CPU unless the job asks for --bf16 or --fp16.
+"""On a CPU, slime trains in float32 unless the job asks for --bf16 or --fp16.
 
 slime 0.3.1 always turns bf16 on (megatron_utils/arguments.py, _set_default_megatron_args). On a CPU it is emulated, and
 its rounding (1e-3 in a log-prob) would hide what a wrong prefix or a missed tensor does.

@@ -1,4 +1,4 @@
-"""Changes of other packages' source that fail loudly when that source has moved.
+"""`require` and `rewrite` change other packages' source, and fail with an error when that source has moved.
 
 A shim is written for one text in one file. `require` and `rewrite` look for that text first; without it they raise
 `SourceMovedError`, one line with the file, the symbol and what to do, instead of leaving a change that no longer fits.
@@ -20,7 +20,7 @@ WRITTEN_FOR = "megatron-core 0.19.2 and slime 0.3.1"
 class SourceMovedError(ReefError, RuntimeError):
     """A module no longer contains the text that a shim was written for.
 
-    Not an ImportError: Megatron-core and SGLang pass over those where they try optional packages.
+    Not an ImportError: Megatron-core and SGLang ignore those where they try optional packages.
     """
 
 
@@ -36,7 +36,7 @@ def require(module_name: str, file: str, source: str, texts: Sequence[str]) -> N
 
 
 def require_in(module: ModuleType, texts: Sequence[str]) -> None:
-    """The same for a module that is imported already."""
+    """Raise SourceMovedError unless the texts occur in the source of an imported module."""
     file = module.__file__ or ""
     require(module.__name__, file, Path(file).read_text(), texts)
 
@@ -44,7 +44,7 @@ def require_in(module: ModuleType, texts: Sequence[str]) -> None:
 def rewrite(module_name: str, replacements: dict[str, str]) -> None:
     """When `module_name` is imported, compile its source with each key replaced by its value. No file is changed.
 
-    Too late, and an error, where the module is imported already.
+    Raises SourceMovedError where the module is imported already.
     """
 
     def replaced(source: str, file: str) -> str:

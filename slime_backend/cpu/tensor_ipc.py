@@ -1,4 +1,4 @@
-"""Tensors from the trainer's process to the engine's in the colocated layout, without CUDA's handles.
+"""This passes tensors from the trainer's process to the engine's in the colocated layout without CUDA's handles.
 
 Both changes are for modules of the trainer only: what the engine receives is an ordinary tensor in shared memory.
 """
@@ -17,13 +17,16 @@ def install() -> None:
 
 
 def _keep_reductions(module: Any) -> None:
-    """SGLang rewrites a field of a CUDA handle that a CPU tensor has not (0.5.23, utils/patch_torch.py:74,103)."""
+    """Skip SGLang's change to CUDA handles, which CPU tensors don't have (0.5.23, utils/patch_torch.py:74,103)."""
     source.require_in(module, ["def monkey_patch_torch_reductions("])
     module.monkey_patch_torch_reductions = lambda: None
 
 
 def _share_by_file(module: Any) -> None:
-    """File descriptors pass only between processes with one authentication key; trainer and engine are unrelated."""
+    """Share tensors by file, since the trainer and the engine are unrelated processes.
+
+    File descriptors pass only between processes with one authentication key.
+    """
     import torch.multiprocessing
 
     torch.multiprocessing.set_sharing_strategy("file_system")

@@ -1,4 +1,4 @@
-"""A tiny dense model for slime on a CPU: checkpoint, tokenizer, prompts, and the flags that describe it.
+"""This makes a tiny dense model for slime on a CPU: checkpoint, tokenizer, prompts, and the flags that describe it.
 
     python -m slime_backend.cpu.tiny DIR      # makes DIR/model and DIR/prompts.jsonl, prints the flags, one a line
 
@@ -42,7 +42,7 @@ def make(directory: Path) -> list[str]:
 
 
 def megatron_flags(config: Mapping[str, Any]) -> list[str]:
-    """Megatron-core's flags for a dense Qwen3 model; `config`: its Hugging Face config.json."""
+    """Return Megatron-core's flags for a dense Qwen3 model; `config`: its Hugging Face config.json."""
     rope = config.get("rope_parameters") or {}
     flags = {
         "--num-layers": config["num_hidden_layers"],
@@ -66,7 +66,7 @@ def megatron_flags(config: Mapping[str, Any]) -> list[str]:
 
 
 async def reward(args: Any, sample: Any, **kwargs: Any) -> float:
-    """slime's `--custom-rm-path` for these prompts: the share of digits in the response, 0..1."""
+    """Return the share of digits in the response, 0..1; it is slime's `--custom-rm-path` for these prompts."""
     text = sample.response or ""
     return sum(character.isdigit() for character in text) / max(1, len(text))
 

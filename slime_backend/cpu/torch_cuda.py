@@ -1,4 +1,4 @@
-"""What the names of torch.cuda that Megatron-core and slime's trainer use do in a process without a GPU.
+"""`install` replaces the names of torch.cuda that Megatron-core and slime's trainer use, for a process without a GPU.
 
 Only megatron.py installs this, and only into a process of the CPU mode that imports Megatron-core.
 """
@@ -29,7 +29,7 @@ FACTORIES = (
 
 
 class _Nothing:
-    """A stream, an event, or the context of one: CPU work is ordered by itself."""
+    """This stands in for a stream, an event or its context: CPU work is ordered without them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -1,1 +1,4 @@
-"""Engines that have no model: for tests of faults and of scale. Claims about SGLang itself are tested on SGLang."""
+"""This package has engines without a model, for tests of faults and of scale.
+
+Claims about SGLang itself are tested on SGLang.
+"""

@@ -1,10 +1,10 @@
-"""An HTTP server that answers the calls of a publication as SGLang 0.5.23 with our plugin does, and can misbehave.
+"""`FakeEngine` answers the calls of a publication as SGLang 0.5.23 with our plugin does, and can misbehave.
 
-The states that matter are modelled: a pause is taken by each rank, a flush is refused while a request holds KV,
-updates over a group need an open session, a label may change alone, a retracted request prefills again, a request in
-flight stands still while paused, cache entries are scoped by epoch and swept where the hook `scope` is active, a load
-keeps the schedulers from everything else, and /health fails unless a scheduler answers something. Weights are just the
-name that was loaded last. tests/test_fake_against_engine.py compares it with a real engine, route by route.
+The relevant states are modelled: each rank is paused, a flush is refused while a request holds KV, updates over a group
+need an open session, a label may change alone, a retracted request prefills again, a request in flight doesn't advance
+while paused, cache entries are scoped by epoch and swept where the hook `scope` is active, a load keeps the schedulers
+from everything else, and /health fails unless a scheduler answers something. Weights are just the name that was loaded
+last. tests/test_fake_against_engine.py compares it with a real engine, route by route.
 
     async with FakeEngine(latency_s=0.02) as engine:
         engine.faults["/flush_cache"] = ["refuse", "refuse"]      # the next two calls
@@ -31,11 +31,11 @@ Fault = Literal[
     "drop_after",  # the connection breaks after the effect
     "hang_before",  # no answer, no effect
     "hang_after",  # no answer after the effect
-    "none",  # as without a fault: for a later call
+    "none",  # no fault, before one of a later call
     "die",  # the process ends: no effect, and no answer to anything from now on
 ]
 HANG_S = 3600.0
-# Fields of which SGLang's server itself refuses any other value, before a scheduler hears of the call.
+# SGLang's server itself refuses any other value of these fields, before a scheduler receives the call.
 FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "/pause_generation": {"mode": lambda v: v in (None, "abort", "in_place", "retract")},
     "/update_weight_version": {"new_version": lambda v: isinstance(v, str)},
@@ -43,11 +43,11 @@ FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {
     "/abort_request": {"rid": lambda v: v is None or isinstance(v, str)},
     "/begin_weight_update": {"selector": lambda v: v is None or isinstance(v, str)},
 }
-TOKEN = 7  # what is sampled where a test doesn't say
+TOKEN = 7  # sampled unless a test gives other answers
 TOKEN_S = 0.002  # a decode step
 HEALTH_S = 0.5  # SGLang waits for 20 s (SGLANG_HEALTH_CHECK_TIMEOUT)
 UPDATES = tuple(f"/update_weights_from_{source}" for source in ("disk", "distributed", "tensor"))
-# What the schedulers answer, one after the other. The rest is the HTTP process's.
+# The schedulers answer these, one after the other; the HTTP process answers the rest.
 SCHEDULED = frozenset(
     {
         *UPDATES,
@@ -65,7 +65,7 @@ SCHEDULED = frozenset(
 
 
 class FakeEngine:
-    """One fake engine on a loopback port. Use as an async context manager."""
+    """This is one fake engine on a loopback port. Use it as an async context manager."""
 
     def __init__(
         self,
@@ -83,7 +83,9 @@ class FakeEngine:
         grammar_s: float = 0.0,
         health_s: float = HEALTH_S,
     ) -> None:
-        """`answer`: what a prompt's ids are answered with, up to `max_new_tokens`; without, TOKEN for ever.
+        """Configure the engine.
+
+        `answer`: what a prompt's ids are answered with, up to `max_new_tokens`; without, TOKEN repeatedly.
         `incremental`: as with --incremental-streaming-output, an event has the new tokens only. `load_s`: how long an
         update of weights takes. `grammar_s`: how long the grammar of a request with a schema or a regex is compiled.
         `health_s`: how long /health waits for a scheduler's answer."""
@@ -97,7 +99,7 @@ class FakeEngine:
         self.answer = answer
         self.incremental = incremental
         self.load_s, self.grammar_s, self.health_s = load_s, grammar_s, health_s
-        self.bodies: list[dict[str, Any]] = []  # of /generate
+        self.bodies: list[dict[str, Any]] = []  # bodies of /generate
         self.ranks = [
             FakeRank(radix_cache, "scope" in hooks, grammar_flush="grammar_flush" in hooks, tensor_size=tensor_ranks)
             for _ in range(ranks)
@@ -132,7 +134,7 @@ class FakeEngine:
         await self._server.stop()
 
     async def restart(self, version: str) -> None:
-        """As after a crash: the same address, a new process with the weights that it was started with."""
+        """Restart as after a crash: the same address, and the weights of its start."""
         port = self.port
         await self.stop()
         self.__init__(  # type: ignore[misc]
@@ -203,7 +205,7 @@ class FakeEngine:
         return reply
 
     async def on_health(self, body: dict[str, Any]) -> Reply:
-        """A token is asked for; whatever the schedulers answer meanwhile counts as well."""
+        """Wait for a token; whatever the schedulers answer meanwhile counts as well."""
         before, until = self.answered, time.monotonic() + self.health_s
         while self.answered == before and (self.paused or self._schedulers.locked()):
             if time.monotonic() > until:
@@ -238,7 +240,7 @@ class FakeEngine:
         return Reply("Cache flushed.\n", 200 if accepted[0] else 400)
 
     async def on_update_weights_from_disk(self, body: dict[str, Any]) -> Reply:
-        """A relative path is a name; what an absolute one names must exist."""
+        """Load weights. A relative path is only a name; an absolute one must exist."""
         path = Path(body["model_path"])
         if path.is_absolute() and not path.exists():
             self._load(success=False)
@@ -296,55 +298,55 @@ class FakeEngine:
         planned = list(self.answer(ids) if self.answer else [TOKEN] * wanted)
         rank = self.ranks[self._next_rank]
         self._next_rank = (self._next_rank + 1) % len(self.ranks)
-        mine = FakeRequest(len(ids), min(wanted, len(planned)), body.get("rid") or "")
+        request = FakeRequest(len(ids), min(wanted, len(planned)), body.get("rid") or "")
         end = "stop" if self.answer and len(planned) <= wanted else "length"
         if any(sampling.get(kind) for kind in ("json_schema", "regex", "ebnf", "structural_tag")):
-            mine.grammar = True
-            asyncio.get_running_loop().call_later(self.grammar_s, setattr, mine, "compiled", True)
-        rank.requests.append(mine)
+            request.grammar = True
+            asyncio.get_running_loop().call_later(self.grammar_s, setattr, request, "compiled", True)
+        rank.requests.append(request)
         if body.get("stream"):
-            return Reply(events=self._events(rank, mine, planned, end))
-        await mine.done.wait()
-        return Reply(self._answer(mine, planned, end))
+            return Reply(events=self._events(rank, request, planned, end))
+        await request.done.wait()
+        return Reply(self._answer(request, planned, end))
 
     async def _events(
-        self, rank: FakeRank, mine: FakeRequest, planned: list[int], end: str
+        self, rank: FakeRank, request: FakeRequest, planned: list[int], end: str
     ) -> AsyncGenerator[str, None]:
-        """As SGLang streams: an event repeats all tokens so far, or has the new ones; our spans come with the last."""
+        """Stream as SGLang does: an event repeats all tokens so far, or has the new ones; the last has our spans."""
         sent = 0
         try:
-            while not mine.done.is_set():
-                await mine.progress.wait()
-                mine.progress.clear()
+            while not request.done.is_set():
+                await request.progress.wait()
+                request.progress.clear()
                 if self.dead:
                     raise ConnectionResetError("the engine died")
-                if mine.sampled or mine.done.is_set():
-                    answer = self._answer(mine, planned, end, sent)
-                    sent = len(mine.sampled) if self.incremental else 0
+                if request.sampled or request.done.is_set():
+                    answer = self._answer(request, planned, end, sent)
+                    sent = len(request.sampled) if self.incremental else 0
                     yield f"data: {json.dumps(answer)}\n\n"
             yield "data: [DONE]\n\n"
         finally:
-            if not mine.done.is_set() and mine in rank.requests:  # the client has gone
-                rank.requests.remove(mine)
+            if not request.done.is_set() and request in rank.requests:  # the client has gone
+                rank.requests.remove(request)
 
-    def _answer(self, mine: FakeRequest, planned: list[int], end: str, sent: int = 0) -> dict[str, Any]:
-        """`sent`: tokens that stay out of it."""
-        count = len(mine.sampled)
-        done = mine.done.is_set()
+    def _answer(self, request: FakeRequest, planned: list[int], end: str, sent: int = 0) -> dict[str, Any]:
+        """Return the answer so far, without the first `sent` tokens."""
+        count = len(request.sampled)
+        done = request.done.is_set()
         meta = {
-            "finish_reason": {"type": "abort" if mine.aborted else end} if done else None,
-            "prompt_tokens": mine.prompt,
+            "finish_reason": {"type": "abort" if request.aborted else end} if done else None,
+            "prompt_tokens": request.prompt,
             "completion_tokens": count,
-            "cached_tokens": mine.prefills[0]["cached"] if mine.prefills else 0,
+            "cached_tokens": request.prefills[0]["cached"] if request.prefills else 0,
             "weight_version": self.label,
             "output_token_logprobs": [[-1.0 - i / 1000, planned[i], None] for i in range(sent, count)],
-            "truth": spans(mine.truth),
+            "truth": spans(request.truth),
         }
-        if done:  # only then does SGLang say the first, and our hook the others
+        if done:  # only the last answer has SGLang's weight_versions and our hook's fields
             meta |= {
-                "weight_versions": spans(mine.sampled),
-                "kv_provenance": mine.segments,
-                "prefills": mine.prefills,
+                "weight_versions": spans(request.sampled),
+                "kv_provenance": request.segments,
+                "prefills": request.prefills,
             }
         return {"output_ids": planned[sent:count], "meta_info": meta}
 
@@ -370,8 +372,8 @@ class FakeEngine:
 
 
 def _malformed(field: str) -> Reply:
-    told = {"object": "error", "message": f"Request validation failed: {field}", "type": "Bad Request", "param": None}
-    return Reply({**told, "code": 400}, 400)
+    error = {"object": "error", "message": f"Request validation failed: {field}", "type": "Bad Request", "param": None}
+    return Reply({**error, "code": 400}, 400)
 
 
 def _refused(message: str) -> Reply:

@@ -1,4 +1,4 @@
-"""What a fake engine's scheduler does: requests hold KV, a tree keeps prompts, an epoch ends, a pause retracts.
+"""`FakeRank` is a fake engine's scheduler: requests hold KV, a tree keeps prompts, an epoch ends, a pause retracts.
 
 One FakeRank is one data-parallel rank. No clock and no network: `step` is one decode step. Weights are just a name.
 """
@@ -26,11 +26,11 @@ class FakeRequest:
     prefills: list[dict[str, Any]] = field(default_factory=list)
     holds_kv: bool = False
     grammar: bool = False  # it waits in the grammar queue
-    compiled: bool = False  # its grammar is ready; only a scheduler that runs looks
-    epoch: int = 0  # of its admission to prefill
+    compiled: bool = False  # its grammar is ready; only a running scheduler notices
+    epoch: int = 0  # at its admission to prefill
     aborted: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    progress: asyncio.Event = field(default_factory=asyncio.Event)  # a token more, or done; cleared by who waits for it
+    progress: asyncio.Event = field(default_factory=asyncio.Event)  # one more token, or done; cleared by the waiter
 
     @property
     def kv_tokens(self) -> int:
@@ -42,14 +42,14 @@ class FakeRequest:
         self.segments.append({"start": start, "end": start, "version": version, "context": []})
 
     def end_segment(self) -> None:
-        """Written down once: at every token it would cost more than all else that a fake engine does."""
+        """Record the segment once; at every token this would cost more than all else that a fake engine does."""
         if self.segments and self.segments[-1]["end"] < len(self.sampled):
             self.segments[-1].update(end=len(self.sampled), context=spans(self.context))
 
 
 @dataclass(slots=True)
 class FakeRank:
-    """One scheduler."""
+    """A rank is one scheduler."""
 
     radix_cache: bool
     scoped: bool
@@ -64,7 +64,7 @@ class FakeRank:
     tokens_at_pause: int = 0
     epoch: int = 0
     order: int = 0
-    # Radix cache entries nobody uses, in tokens, by the epoch in their key; by 0 in an engine that doesn't scope.
+    # Unused radix cache entries, in tokens, by the epoch in their key; by 0 in an engine that doesn't scope.
     tree: dict[int, int] = field(default_factory=dict)
     swept_epoch: int | None = None
     swept_tokens: int = 0
@@ -72,7 +72,7 @@ class FakeRank:
     forward_passes: int = 0
     device_waits: int = 0
     image_features: int = 0
-    grammar_queue: int = 0  # requests that a test counts into it, besides those that have a grammar
+    grammar_queue: int = 0  # requests that a test adds to those that have a grammar
     tree_name: str = "UnifiedRadixCache"
     skip_sweep: bool = False  # a fault: an epoch ends and the older entries stay
     ignores_pause: bool = False  # a fault: the flag is set and generation goes on, as with pipeline parallelism
@@ -82,10 +82,10 @@ class FakeRank:
     loads_failed: int = 0
     last_load_failed: bool = False
     tensor_size: int = 1
-    # What single tensor ranks do otherwise than tensor rank 0: rank -> fields of its report, or why it leaves none.
+    # How single tensor ranks differ from tensor rank 0: rank -> fields of its report, or why it has none.
     tensor_faults: dict[int, dict[str, Any] | str] = field(default_factory=dict)
     grammar_flush: bool = False  # the hook of that name
-    refuse_flush: bool = False  # a fault: this rank alone refuses, its answer is lost behind rank 0's (DP > 1)
+    refuse_flush: bool = False  # a fault: this rank alone refuses, and rank 0's answer hides it (DP > 1)
 
     def pause(self, mode: str) -> None:
         self.pauses += 1
@@ -103,8 +103,7 @@ class FakeRank:
             self.abort(None)
 
     def flush(self) -> bool:
-        """False, and everything stays, while a request holds KV or waits for its grammar, or waits in a scheduler that
-        isn't paused."""
+        """Empty the tree. Refuse with False while a request holds KV, waits for its grammar, or waits unpaused."""
         holding = sum(r.holds_kv for r in self.requests)
         queued = 0 if self.pause_mode else len(self.requests)
         counts_grammars = not (self.grammar_flush and self.pause_mode == "retract")
@@ -153,7 +152,7 @@ class FakeRank:
             request.progress.set()
 
     def step(self, label: str, loaded: str) -> None:
-        """One token for each request, under the label `label`, by the weights `loaded`."""
+        """Sample one token for each request, under the label `label`, by the weights `loaded`."""
         self.forward_passes += bool(self.requests)
         for request in list(self.requests):
             request.grammar = request.grammar and not request.compiled
@@ -199,12 +198,12 @@ class FakeRank:
         return self.epoch if self.scoped else 0
 
     def _store(self, request: FakeRequest) -> None:
-        """A request's prompt goes into the tree, unless it is of an older epoch."""
+        """Store a request's prompt in the tree, unless it is from an older epoch."""
         if self.radix_cache and (not self.scoped or request.epoch == self.epoch):
             self.tree[self._scope] = max(self.tree.get(self._scope, 0), request.prompt)
 
     def report(self, hooks: dict[str, str]) -> dict[str, Any]:
-        """wire.SchedulerReport as JSON, with those of the other tensor ranks."""
+        """Return wire.SchedulerReport as JSON, with those of the other tensor ranks."""
         own = self._own_report(hooks)
         others: dict[int, dict[str, Any] | str] = {
             rank: fault if isinstance(fault := self.tensor_faults.get(rank, {}), str) else self._peer(own, rank, fault)
@@ -277,7 +276,7 @@ class FakeRank:
 
 
 def spans(versions: list[str]) -> list[dict[str, Any]]:
-    """Runs of one version, as wire.Span JSON."""
+    """Return the runs of one version, as wire.Span JSON."""
     runs: list[dict[str, Any]] = []
     for position, version in enumerate(versions):
         if runs and runs[-1]["version"] == version:

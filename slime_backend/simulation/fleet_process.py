@@ -1,4 +1,4 @@
-"""Fake engines in a process of their own, so that they take no time of whoever is measured or tested."""
+"""`fake_engines` runs fake engines in a separate process, so that they take no time of what is measured or tested."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ END_S = 10.0
 def fake_engines(
     count: int, *, faults: Mapping[str, Sequence[Fault]] | None = None, **options: Any
 ) -> Iterator[list[str]]:
-    """The URLs of `count` fake engines, ended with the block. `options`: FakeEngine's, of a kind that can be pickled.
+    """Yield the URLs of `count` fake engines, ended with the block. `options`: FakeEngine's, if they can be pickled.
 
     `faults`: path -> what happens to its next calls, on each of them. The process ends by itself when this one does.
     Raises TimeoutError if they don't listen within two minutes.
     """
-    context = multiprocessing.get_context("spawn")  # a fork would take this process's event loop along
+    context = multiprocessing.get_context("spawn")  # a fork would copy this process's event loop
     ours, theirs = context.Pipe()
     server = context.Process(target=_serve, args=(count, dict(faults or {}), options, theirs), daemon=True)
     server.start()
@@ -44,7 +44,7 @@ def fake_engines(
 
 
 def _serve(count: int, faults: Mapping[str, Sequence[Fault]], options: Mapping[str, Any], parent: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C belongs to the parent, which ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the parent, which ends us
 
     async def run() -> None:
         engines = [FakeEngine(**options) for _ in range(count)]

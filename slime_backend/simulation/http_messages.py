@@ -1,4 +1,4 @@
-"""HTTP/1.1 messages off a stream, as a server or a test reads them; httptools parses them."""
+"""`MessageReader` reads HTTP/1.1 messages from a stream, for a server or a test; httptools parses them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ READ_BYTES = 1 << 16
 
 
 class Message(NamedTuple):
-    """A request, or a response, with the names of its headers in lower case."""
+    """A message is a request or a response, with the names of its headers in lower case."""
 
-    method: str  # of a request, as is the path
+    method: str  # a request's, as the path
     path: str
-    status: int  # of a response
+    status: int  # a response's
     headers: dict[str, str]
     body: bytes
 
 
 class MessageReader:
-    """Reads the messages of one connection: requests, or with `responses` those."""
+    """The reader reads the messages of one connection: requests, or responses with `responses`."""
 
     def __init__(self, reader: asyncio.StreamReader, *, responses: bool = False) -> None:
         self._reader = reader

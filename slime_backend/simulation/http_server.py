@@ -1,4 +1,4 @@
-"""A loopback HTTP server for fake engines, as light as the client that is timed against it."""
+"""`HttpServer` is a loopback HTTP server for fake engines, as light as the client that is timed against it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slime_backend.simulation.http_messages import MAX_HEAD, Message, MessageRea
 
 
 class Reply(NamedTuple):
-    """An answer; `None` in its place breaks the connection."""
+    """A reply is an answer; `None` in its place breaks the connection."""
 
     body: Any = ""  # text, or what becomes JSON
     status: int = 200
@@ -25,10 +25,10 @@ Guard = Callable[[Message], Reply | None]
 
 
 class HttpServer:
-    """Serves `handler` on 127.0.0.1; keeps connections alive."""
+    """The server runs `handler` on 127.0.0.1 and keeps connections alive."""
 
     def __init__(self, handler: Handler, guard: Guard | None = None) -> None:
-        """`guard`: what it answers goes back instead of the handler's answer."""
+        """Make the server. A reply of `guard` is sent instead of the handler's."""
         self._handler, self._guard = handler, guard
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -80,7 +80,7 @@ async def _send_events(writer: asyncio.StreamWriter, reply: Reply) -> None:
     writer.write(
         b"HTTP/1.1 %d \r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n" % reply.status
     )
-    async with aclosing(reply.events) as events:  # so that a client that goes away ends what makes them
+    async with aclosing(reply.events) as events:  # so that a client that disconnects ends their generator
         async for piece in events:
             content = piece.encode()
             writer.write(b"%x\r\n" % len(content) + content + b"\r\n")

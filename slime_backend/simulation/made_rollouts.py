@@ -1,4 +1,4 @@
-"""Records of a real rollout's shape, made without an engine: what the ledger is fed with to be tested and measured."""
+"""`made` makes records of a real rollout's shape without an engine, to test and measure the ledger."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ PER_VERSION = 500  # records
 
 
 def receipt(number: int) -> str:
-    """32 hexadecimal digits, as random as those of a run, and known for every number."""
+    """Return 32 hexadecimal digits, as random as a run's, and the same for the same number."""
     return hashlib.blake2b(str(number).encode(), digest_size=16).hexdigest()
 
 
 def made(number: int, tokens: int = 0) -> RolloutRecord:
-    """Record `number`, always the same: one in three lived through a retracting publication.
+    """Make record `number`, always the same: one in three lived through a retracting publication.
 
-    It holds `tokens` output tokens and ten times as many of prompt; its spans speak of 480 + 48 whatever it holds.
+    It has `tokens` output tokens and ten times as many prompt tokens; its spans always describe 480 + 48.
     """
     version = number // PER_VERSION
     prompt, output, old, new = 480, 48, f"v{version}", f"v{version + 1}"
     rng = random.Random(number)
     at = rng.randrange(1, output)
     end = prompt + output - 1
-    whole = (KvSegment(0, output, old, (Span(old, 0, end),)),)
+    unbroken = (KvSegment(0, output, old, (Span(old, 0, end),)),)
     first = KvSegment(0, at, old, (Span(old, 0, prompt + at - 1),))
     crossing = (first, KvSegment(at, output, new, (Span(new, 0, end),)))
-    segments = crossing if number % 3 == 0 else whole
+    segments = crossing if number % 3 == 0 else unbroken
     prefills = (Prefill(version, 5, old, 464, prompt), Prefill(version + 1, 1, new, 0, prompt + at))
     return RolloutRecord(
         receipt=receipt(number),

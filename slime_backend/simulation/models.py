@@ -1,8 +1,8 @@
-"""The two models that a machine without a GPU can train: a tiny one made on the spot, and SmolLM2-135M-Instruct.
+"""This makes the two models that a machine without a GPU can train: a tiny one, and SmolLM2-135M-Instruct.
 
 Both end as an ordinary Hugging Face directory (fp32 safetensors, config, tokenizer) that SGLang serves with
 `--model-impl transformers` and that the trainer loads. A directory appears complete or not at all: it is written
-beside its final place and renamed, so that an interrupted run leaves nothing that a later one would trust.
+next to its final place and renamed, so that an interrupted run leaves nothing that a later one would trust.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from slime_backend.errors import RunError
 from slime_backend.run_files import new_directory
 from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit, read_checkpoint
 
-transformers_logging.disable_progress_bar()  # it would tear the bars of a run
+transformers_logging.disable_progress_bar()  # it would break the bars of a run
 
 END, PAD, SYSTEM, USER, ASSISTANT = "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (END, PAD, SYSTEM, USER, ASSISTANT)
 TINY_VOCABULARY = 264  # 256 bytes and 5 markers, rounded up to a multiple of 8
 SLIDING_WINDOW = 128  # Hugging Face's meaning: a token sees itself and the 127 before it
-# Wide inner layers let what the prompt says reach the output from the first step (with the usual 0.02 a token hears
+# Wide inner layers let the prompt influence the output from the first step (with the usual 0.02 a token is affected by
 # hardly more than itself); a narrow output layer makes every seed start from nearly equal odds for all tokens.
 INITIAL_STD, OUTPUT_STD = 0.1, 0.02
 RECIPE_FILE = "reef_slime_recipe.json"  # what the directory was made from; written last
@@ -48,11 +48,11 @@ CHAT_TEMPLATE = (
 
 
 class ModelError(RunError):
-    """A model can't be made or found; the message is one line that says what was seen and what to do."""
+    """A model can't be made or found; the message is one line with what was seen and what to do."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per UTF-8 byte (ids 0..255, in the order of the byte-level alphabet) and 5 markers.
+    """Make a tokenizer of one token per UTF-8 byte (ids 0..255, in the order of the byte-level alphabet) and 5 markers.
 
     The chat template writes `<|role|>content<|end|>`, so that message boundaries are visible as single tokens.
     """
@@ -84,7 +84,7 @@ def make_tiny_model(
     """Make a Qwen3 model with random weights (fp32) and a byte-level tokenizer in `directory`; return its path.
 
     `hybrid`: three of four layers (or every layer but the last) see a sliding window of 128 tokens. SGLang gives such
-    a model its own KV pool only if config.json also bears `is_hybrid_swa` and `hybrid_layer_pattern` (1 = sliding).
+    a model its own KV pool only if config.json also has `is_hybrid_swa` and `hybrid_layer_pattern` (1 = sliding).
     `layers` defaults to 2, or 4 with `hybrid`. The same arguments give the same weights.
 
     Raises ModelError if the directory holds something else than this recipe's result.
@@ -111,8 +111,10 @@ def make_smollm2(directory: str | Path) -> Path:
 
 
 def load_model(directory: str | Path, device: str = "cpu") -> Any:
-    """The model of `directory` in fp32 and eval mode (dropout would make its log-probs differ from an engine's), on
-    `device`."""
+    """Load the model of `directory` in fp32 on `device`, in eval mode.
+
+    Dropout would make its log-probs differ from an engine's.
+    """
     path = Path(directory)
     if not (path / "config.json").is_file():
         raise ModelError(
@@ -128,13 +130,13 @@ def load_model(directory: str | Path, device: str = "cpu") -> Any:
         raise ModelError(f"{path}: the model does not load: {error}") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path}: the model does not load: {str(error).splitlines()[0]}") from error
-    if missing := sorted(info.get("missing_keys") or ()):  # transformers makes them up
+    if missing := sorted(info.get("missing_keys") or ()):  # transformers fills them with random values
         raise ModelError(f"{path}: the model does not load: {missing[0]} is missing ({len(missing)} such tensors)")
     return model.eval().to(device)
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The tokenizer of `directory`."""
+    """Load the tokenizer of `directory`."""
     try:
         return AutoTokenizer.from_pretrained(Path(directory))
     except (OSError, ValueError) as error:
@@ -142,7 +144,7 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 
 def _make_once(target: Path, recipe: dict[str, Any], write: Callable[[Path], None]) -> Path:
-    """Run `write` on a fresh directory and rename it to `target`, unless `target` already bears this recipe."""
+    """Run `write` on a fresh directory and rename it to `target`, unless `target` already has this recipe."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         found = _read_recipe(target)
         if found == recipe:
@@ -154,7 +156,7 @@ def _make_once(target: Path, recipe: dict[str, Any], write: Callable[[Path], Non
             write(partial)
             (partial / RECIPE_FILE).write_text(json.dumps(recipe, indent=1) + "\n")
     except OSError as error:
-        if _read_recipe(target) != recipe:  # a process that made the same model at the same time is welcome
+        if _read_recipe(target) != recipe:  # another process may have made the same model at the same time
             raise ModelError(f"{target}: cannot write the model: {error}") from error
     return target
 
@@ -163,7 +165,7 @@ def _read_recipe(directory: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((directory / RECIPE_FILE).read_text())
     except (OSError, ValueError):
-        return None  # absent or torn: not ours to reuse, the caller says so
+        return None  # absent or incomplete: not ours to reuse; the caller raises the error
     return found if isinstance(found, dict) else None
 
 
@@ -190,7 +192,7 @@ def _write_tiny(target: Path, recipe: dict[str, Any]) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random state is its own
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays unchanged
         torch.manual_seed(recipe["seed"])
         model = Qwen3ForCausalLM(config).to(torch.float32)
     with torch.no_grad():
@@ -206,7 +208,7 @@ def _write_tiny(target: Path, recipe: dict[str, Any]) -> None:
 
 
 def _smollm2_gguf() -> Path:
-    """The GGUF file inside the installed package; found without importing it, since importing needs the `llm` tool."""
+    """Find the GGUF file inside the installed package without importing it, which would need the `llm` tool."""
     for module in ("gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
             raise ModelError(f"SmolLM2 needs the package {module} to be unpacked; run: pip install {module}")

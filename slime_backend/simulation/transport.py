@@ -1,4 +1,4 @@
-"""The disk transport without a disk: a fake engine loads a name."""
+"""`NameTransport` is the disk transport without a disk: a fake engine loads a name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime_backend.engine_client import EngineClient
 
 
 class NameTransport:
-    """A Transport for fake engines; moves no bytes."""
+    """This Transport is for fake engines; it moves no bytes."""
 
     name = "name"
 

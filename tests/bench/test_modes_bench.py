@@ -205,7 +205,7 @@ def test_the_parts_of_a_page_are_read_together_unless_they_differ(tmp_path):
     assert len(read.speeds) == 4
     other.model = {"layers": 7}
     keep_run(tmp_path, other, "every-4-s")
-    with pytest.raises(MeasurementError, match="different traffic or models; measure them anew"):
+    with pytest.raises(MeasurementError, match="different traffic or models; measure them again"):
         measured_file.read(tmp_path / "modes.json")
 
 

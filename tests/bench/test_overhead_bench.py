@@ -96,5 +96,5 @@ def test_each_round_gives_all_sides_the_same_prompts_in_another_order(run_async:
 @pytest.mark.parametrize("stuck", [True, False])
 def test_an_engine_that_does_not_switch_is_not_measured(run_async: Any, stuck: bool) -> None:
     engine: Any = Engine(stuck)
-    with pytest.raises(BenchError, match="the answers say otherwise"):
+    with pytest.raises(BenchError, match="the answers show the opposite"):
         run_async(overhead.measure(engine, 2, 6, random.Random(0)), 30)
