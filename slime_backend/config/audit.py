@@ -1,4 +1,4 @@
-"""The settings of a run's audit."""
+"""This section configures a run's audit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slime_backend.config.section import Section
 
 
 class AuditConfig(Section):
-    """The settings say how many rollouts are audited, how exactly, and when."""
+    """These settings choose how many rollouts are audited, how exactly, and when."""
 
     rollouts: int = Field(240, alias="audit_rollouts", ge=0, description="rollouts to audit; 0: none")
     tolerance: float = Field(1e-4, alias="audit_tolerance", gt=0)

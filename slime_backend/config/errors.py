@@ -6,4 +6,4 @@ from slime_backend.errors import UsageError
 
 
 class ConfigError(UsageError, ValueError):
-    """The configuration can't be used; one line says which key, what was seen and what is possible."""
+    """The configuration can't be used; one line names the key, what was seen and what is possible."""

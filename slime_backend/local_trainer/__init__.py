@@ -1,1 +1,1 @@
-"""A small GRPO trainer for a machine without slime: models, verifiable tasks, and the optimisation step."""
+"""This package is a small GRPO trainer without slime: verifiable tasks, the optimisation step and the loop."""

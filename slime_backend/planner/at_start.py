@@ -23,7 +23,7 @@ from slime_backend.policy import Layout, PrefixSharing
 AUTO = "auto"
 SCOPING_SGLANG = (0, 5, 23)  # the first one that the hook `scope` is active in (docs/compatibility.md)
 FLUSHED = frozenset({"hicache"})  # kv_holders that a flush empties too, where a user has allowed them
-# Settings that SGLang refuses to start with where the radix cache is off, or that turn it on whatever its flag says
+# Settings that SGLang refuses to start with where the radix cache is off, or that turn it on whatever its flag is
 # (arg_groups/kv_cache_hook.py, hicache_hook.py and pd_disaggregation_hook.py of 0.5.23).
 KEEPS_RADIX_CACHE = (
     "enable_hierarchical_cache",

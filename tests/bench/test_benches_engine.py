@@ -1,4 +1,4 @@
-"""Two benches on real engines, cut short: that they measure what they say. How fast is for the benches to tell."""
+"""Two benches on real engines, cut short: that they measure what they should. The speed is for the benches to show."""
 
 from __future__ import annotations
 

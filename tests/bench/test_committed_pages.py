@@ -1,4 +1,4 @@
-"""The pages in docs/benchmarks are what their data says: nobody wrote a figure into one."""
+"""The pages in docs/benchmarks are made of their data: nobody wrote a figure into one."""
 
 from __future__ import annotations
 

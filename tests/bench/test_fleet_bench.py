@@ -55,7 +55,7 @@ def test_the_others_resume_whatever_is_wrong_with_one(
 
 
 def test_a_dead_engine_that_nobody_expects_is_seen(run_async: Any) -> None:
-    """The control: an engine is said to be well, and is not."""
+    """The control: an engine is declared to be well, and is not."""
     with fake_engines(1) as healthy, fake_engines(1, faults=KIND["dead"].faults) as patients:
         found = run_async(time_fault(healthy, patients, KIND["well"], "retract", "tag"))
     assert not found.as_expected

@@ -1,4 +1,4 @@
-"""The pages of benches: what is kept, what is replaced, what a page says."""
+"""The pages of benches: what is kept, what is replaced, what a page contains."""
 
 from __future__ import annotations
 

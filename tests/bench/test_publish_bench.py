@@ -34,7 +34,7 @@ def test_the_three_ways_in_turns_under_the_same_load(run_async: Any) -> None:
     found, engines = run_async(on_fakes(2, work))
     assert (found.engines, found.in_flight) == (2, 3)
     assert len(found.slime) == len(found.retract) == len(found.scoped) == 2  # the first of three isn't counted
-    # slime's way ends what is in flight; ours doesn't, and says what it did with it.
+    # slime's way ends what is in flight; ours doesn't, and reports what it did.
     assert all(lost > 0 for lost in found.aborted_by_slime)
     assert found.aborted_by_us == [0, 0]
     assert all(e.requests_retracted > 0 and e.flush_verified for r in found.retract for e in r.engines)

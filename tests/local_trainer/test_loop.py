@@ -1,4 +1,4 @@
-"""The whole loop without an engine: real training on a tiny model, a report of each publication as the fleet would
+"""The complete loop without an engine: real training on a tiny model, a report of each publication as the fleet would
 give it, and trackers that work, that fail in the middle, or that are absent.
 
 Engines, requests and publications are faked here; tests/test_run_engine.py has the real ones.
@@ -70,7 +70,7 @@ class Writer:
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, run_async):
-    """`train(tracker)` runs the loop and returns its summary and what it said. At v2 engine1 is retired."""
+    """`train(tracker)` runs the loop and returns its summary and log lines. At v2 engine1 is retired."""
 
     @asynccontextmanager
     async def fleet(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""The whole local run on a fake engine, under each staleness policy: what is decided is counted, logged and kept apart.
+"""The complete local run on a fake engine, under each staleness policy: decisions are counted, logged and kept apart.
 
 Faked: the engine (slime_backend/simulation); its tokens are all alike, so nothing is learnt. What stale tokens do to
 the loss is in test_staleness_loss.py, a real engine under a policy in tests/test_run_engine.py.

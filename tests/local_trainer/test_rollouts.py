@@ -1,4 +1,4 @@
-"""What the rollout worker tells an engine about its prompts."""
+"""The anchors that the rollout worker sends an engine with its prompts."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_prediction_is_what_the_simulation_shows(mode, name):
         assert predict(mode, traffic, SPEEDS).tokens_per_s == 0
         return
     found = apart(mode, traffic, seen)
-    if seen.lag > 10:  # hardly an answer ends, so hardly one says how long it took
+    if seen.lag > 10:  # hardly an answer ends, so hardly one shows how long it took
         found.pop("lag")
     assert max(found.values()) <= (DROPPING if mode == "drop" else CLOSE), found
 

@@ -114,7 +114,7 @@ def test_it_is_never_a_policy_that_is_unsafe(layout, traffic, requests, sglang, 
 # Settings that decide whether an engine has a radix cache: (of the engine, a user's override, whether engines are
 # started elsewhere).
 RADIX = {
-    "nothing said": ({}, None, False),
+    "no setting": ({}, None, False),
     "HiCache": ({"enable_hierarchical_cache": True}, None, False),
     "HiCache with a storage": ({"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}, None, False),
     "LMCache": ({"enable_lmcache": True}, None, False),
@@ -174,7 +174,7 @@ def test_what_is_taken_is_refused_only_where_everything_is(case, group):
 def test_some_mode_is_refused_in_each_of_these_cases():
     """The control of the test above: `off`, which is the fastest where nothing is shared, is refused there."""
     passing = {case for case, settings in RADIX.items() if not refused("off", *settings)}
-    assert passing == {"nothing said", "an override that drops it", "a flag that drops it"}
+    assert passing == {"no setting", "an override that drops it", "a flag that drops it"}
     assert "left out" not in choose(replace(FACTS, traffic=replace(TRAFFIC, group=1))).why
 
 

@@ -66,7 +66,7 @@ def test_the_json_is_one_line_and_whole():
 
 
 def test_what_is_infinite_is_null_in_the_json():
-    """Publications so often that slime's sequence does nothing but stand still."""
+    """Publications so often that slime's sequence keeps the engine paused all the time."""
     often = ["--publications-per-hour", "1300"]
     data = json.loads(plan(*TRAFFIC, *SPEEDS, *often, "--json"))
     requeue = next(p for p in data["predictions"] if p["mode"] == "requeue")
@@ -241,7 +241,7 @@ def test_an_assumed_prefill_step_is_said(run_dir: Path):
         (decide("disjoint", "off"), "off"),
         (decide("disjoint", "retract"), "retract"),
         (decide("disjoint", "scoped"), "scoped"),
-        (decide("colocated", "scoped"), "retract"),  # colocated engines retract and flush, whatever it says
+        (decide("colocated", "scoped"), "retract"),  # colocated engines retract and flush, whatever the mode
     ],
     ids=str,
 )
