@@ -66,7 +66,7 @@ def test_a_directory_that_was_there_stays(start, tmp_path):
 
 def test_a_run_that_began_keeps_what_it_wrote(start, tmp_path, monkeypatch):
     @asynccontextmanager
-    async def no_engines(config, model, version, log_dir, say):
+    async def no_engines(config, policy, model, version, log_dir, say):
         RunDir(log_dir).engine_log(0).write_text("why")
         raise EngineStartError("engine0: the engine ended while starting")
         yield
