@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
-from slime_backend.cli import app as cli
+from slime_backend.cli.options import load_settings
 from slime_backend.config import ConfigError, RunConfig, make_config
 from slime_backend.fleet import EngineUnfit
 from slime_backend.fleet.kv_holders import REFUSED, unhandled
@@ -252,7 +252,7 @@ def test_what_else_is_wrong_is_said_before_anything_is_chosen():
 def test_the_command_says_what_it_took(tmp_path, capsys):
     path = tmp_path / "run.yaml"
     path.write_text("disjoint_prefix_sharing: auto\n")
-    settings = cli._load(path, [], trains=True)
+    settings = load_settings(path, [], trains=True)
     assert settings.policy.prefix_sharing == "scoped"
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1
