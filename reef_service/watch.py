@@ -1,5 +1,6 @@
 """Looks at every engine again and again: retires what no longer answers, takes out of routing what isn't the engine
-that was confirmed, admits what has come back, and remembers what the engines count, for the page and for /metrics."""
+that was confirmed, admits what has come back, moves with engines that another controller publishes to, and remembers
+what the engines count, for the page and for /metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slime_backend.fleet import Fleet, Member, readmit_retired
-from slime_backend.fleet.liveness import compare, look
+from slime_backend.fleet.following import Moves
+from slime_backend.fleet.liveness import Look, compare, look
 from slime_backend.provenance.records import RolloutRecord
 
 MISSES = 3  # looks at an engine that is gone (liveness.py) until an engine is retired
@@ -30,6 +32,7 @@ class Watch:
     def __init__(self, fleet: Fleet, every_s: float) -> None:
         self.fleet, self.every_s = fleet, every_s
         self.seen: dict[str, Seen] = {}
+        self._moves = Moves(fleet)
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -37,7 +40,9 @@ class Watch:
             await asyncio.sleep(self.every_s)
             # Not during a publication: it has its own view of every engine, and a paused one isn't a dead one.
             if not self.fleet.publishing.locked():
-                await asyncio.gather(*(self._look(m) for m in list(self.fleet.members.values())))
+                members = list(self.fleet.members.values())
+                looks = await asyncio.gather(*(self._look(member) for member in members))
+                await self._moves.follow(dict(zip(members, looks, strict=True)))
                 if not self.fleet.publishing.locked():
                     await readmit_retired(self.fleet)
 
@@ -49,7 +54,7 @@ class Watch:
         """Every engine as JSON, for the page."""
         return [self._engine(m) for m in self.fleet.members.values()]
 
-    async def _look(self, member: Member) -> None:
+    async def _look(self, member: Member) -> Look:
         seen = self.seen.setdefault(member.name, Seen())
         found = await look(member.client, looks=1)
         if found.reports:
@@ -57,11 +62,12 @@ class Watch:
         if found.life != "unseen":  # of what couldn't be asked nothing is known
             seen.misses = seen.misses + 1 if found.life == "gone" else 0
         if member.held or member.status == "retired":
-            return
+            return found
         if seen.misses >= MISSES:
             self.fleet.retire(member, f"it doesn't answer: {found.seen}", ended=found.ended)
         elif found.life == "alive":
             await compare(self.fleet, member, found)
+        return found
 
     def _engine(self, member: Member) -> dict[str, Any]:
         seen = self.seen.get(member.name, Seen())

@@ -36,6 +36,7 @@ READMIT_S = 5.0  # for each retired engine, all at once: a publication waits for
 
 
 MOST_NAMES = 10_000  # of earlier versions that are remembered; a run counts upwards
+UNCONFIRMED = "unconfirmed-"  # begins the label of an engine whose weights a failed publication may have changed
 
 
 class FleetError(ReefError, RuntimeError):

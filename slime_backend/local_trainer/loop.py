@@ -135,6 +135,9 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
     torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.model.seed + first_step)
     version = version_name(first_step)
+    weights = files.weights(version) if state else base
+    device = place(config.engines, config.trainer).trainer
+    trainer = make_trainer(config.trainer, config.model.seed, device, weights, base, run_dir, state)
     tracker = make_tracker(
         config.tracking.kind,
         run_dir,
@@ -146,9 +149,6 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
     )
     if resume:
         log_again(run_dir, tracker)
-    weights = files.weights(version) if state else base
-    device = place(config.engines, config.trainer).trainer
-    trainer = make_trainer(config.trainer, config.model.seed, device, weights, base, run_dir, state)
     reporter.log(f"policy: {config.policy}")
     memory = PeakMemory()
     outcome: dict[str, Any] = {"completed": False}

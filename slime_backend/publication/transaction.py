@@ -30,7 +30,7 @@ from functools import partial
 from slime_backend.errors import EngineFault
 from slime_backend.evidence import why_not_loaded, why_not_paused, why_not_running, why_not_swept, why_not_updated
 from slime_backend.fleet import Fleet, Member, readmit_retired
-from slime_backend.fleet.membership import instances_of, recognise
+from slime_backend.fleet.membership import UNCONFIRMED, instances_of, recognise
 from slime_backend.publication import pause
 from slime_backend.publication.guards import garbage_kept, held, identify, ignoring_engine_errors, to_its_end
 from slime_backend.publication.report import (
@@ -253,7 +253,7 @@ class Publication:
         """What an engine of unknown weights has in flight must not be finished under any version's name, and its old
         label must not vouch for them when it is admitted again, by this controller or another."""
         await ignoring_engine_errors(target.client.abort_all())
-        await ignoring_engine_errors(target.client.label(f"unconfirmed-{self.version}"))
+        await ignoring_engine_errors(target.client.label(f"{UNCONFIRMED}{self.version}"))
         if self.fleet.withdraw is not None:
             await self.fleet.withdraw(target.member)
 

@@ -152,7 +152,7 @@ class Endless(Background):
 
     def __init__(self, api: Api, ids: Sequence[int] | list[list[int]], **options: Any) -> None:
         self.api, self.count = api, len(ids) if isinstance(ids[0], list) else 1
-        self.before = sum(report.kv.running for report in api.reports())
+        self.before = requests_that_decode(api)
         self.rids = [uuid.uuid4().hex for _ in range(self.count)]
         rid = self.rids if isinstance(ids[0], list) else self.rids[0]
         super().__init__(api.generate, ids, ENDLESS, rid=rid, **options)
@@ -173,6 +173,22 @@ class Endless(Background):
         """Let it go on for some tokens, then end it; its answer."""
         go_on(self.api, self.count, [self])
         return self.end()
+
+
+def requests_that_decode(api: Api) -> int:
+    """How many requests decode, or are held by a pause. A scheduler counts those that have just ended until its next
+    turn, so a count stands only where it is 0, or where a step was made with it."""
+
+    def settled() -> tuple[int] | None:
+        before, now = ([report.kv for report in api.reports()] for _ in range(2))
+        counts = [kv.running for kv in now]
+        steps = all(
+            new.forward_passes > old.forward_passes for old, new in zip(before, now, strict=True) if new.running
+        )
+        same = counts == [kv.running for kv in before]
+        return (sum(counts),) if not any(counts) or (same and steps) or any(kv.paused for kv in now) else None
+
+    return wait_until(settled, "the engine's requests decode, or have ended")[0]
 
 
 def go_on(api: Api, requests: int, calls: Sequence[Background] = ()) -> None:

@@ -21,6 +21,7 @@ from slime_backend.local_trainer import loop
 from slime_backend.run_files.jsonl import JsonlWriter, read_jsonl
 from slime_backend.simulation.models import make_tiny_model
 from tests.local_trainer.fake_runs import STEPS, config_of, fake_fleet
+from tests.waiting import wait_until
 from tests.wandb_files import read_wandb
 
 AT = 2
@@ -130,7 +131,7 @@ def test_wandb_has_every_step_after_a_kill_that_left_it_nothing(tmp_path, tiny_d
         with pytest.raises(Killed):
             run(config, resume=False)
     wandb.run.finish()
-    (first,) = (config.run_dir / "wandb").rglob("*.wandb")
+    (first,) = wait_until(lambda: [*(config.run_dir / "wandb").rglob("*.wandb")], "W&B's process has written the run")
     earlier = history(first)
     summary, _ = run(config, resume=True)
     (second,) = [path for path in (config.run_dir / "wandb").rglob("*.wandb") if path != first]

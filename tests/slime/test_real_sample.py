@@ -17,7 +17,8 @@ pytestmark = pytest.mark.slime
 CODE = """
 import json, sys
 from types import SimpleNamespace
-from slime_backend.slime_hooks import checkout, patches
+from slime_backend.slime_hooks import patches
+from slime_backend.slime_hooks.contract import checkout
 
 checkout.make_importable()
 patches.install()
