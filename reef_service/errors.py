@@ -1,4 +1,4 @@
-"""What a client is told. One error class; each API gives it the shape that its own clients understand."""
+"""Errors as clients see them: one class; each API gives it the shape that its own clients understand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPENAI = {
 
 
 class ApiError(ReefError):
-    """An answer that is not a success. `message` says what was seen and what to do."""
+    """This is an answer that is not a success. `message` names what was seen and what to do."""
 
     def __init__(
         self,

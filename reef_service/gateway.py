@@ -35,8 +35,8 @@ from slime_backend.policy import Policy
 from slime_backend.run_files import RunDir
 
 PROBE_S, PROBE_WAIT_S = 1.0, 5.0  # between two looks whether the store writes; for one of them
-MORE_VALUES = 200_000  # of a body, besides token ids
-GRACE_S = 5.0  # for answers that are under way when the gateway is told to stop
+MORE_VALUES = 200_000  # of a body, not counting token ids
+GRACE_S = 5.0  # for answers that are under way when the gateway is asked to stop
 NEEDED_HOOK = "kv_spans"  # without it no answer has the provenance that is to be recorded
 
 

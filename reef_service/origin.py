@@ -25,7 +25,7 @@ _FOREIGN = frozenset({"cross-site", "same-site"})
 
 class Origins:
     def __init__(self, hosts: Iterable[str], *, tokens: bool) -> None:
-        """`hosts`: names that the gateway answers to, besides those that can't be anybody else's."""
+        """`hosts`: names that the gateway answers to, in addition to those that can't be anybody else's."""
         self.hosts, self.tokens = frozenset(host.lower() for host in hosts), tokens
 
     def refusal(self, method: str, headers: Mapping[bytes, str]) -> ApiError | None:

@@ -34,7 +34,7 @@ class BatchQuery(BaseModel):
     max_score: float | None = Field(None, allow_inf_nan=False)
     rollout_class: list[RolloutClass] = Field(default_factory=list, description="default: all")
     max_version_lag: int | None = Field(None, ge=0, le=100_000)
-    group_size: int = Field(0, ge=0, le=1024, description="whole groups of this many, by x-reef-group")
+    group_size: int = Field(0, ge=0, le=1024, description="complete groups of this many, by x-reef-group")
 
 
 @router.get("", include_in_schema=False)

@@ -106,7 +106,7 @@ def read_turn(connection: Connection, receipt: str) -> dict[str, Any] | None:
         return None
     plain = {k: v for k, v in row.items() if k not in ("prompt_ids", "output_ids", "logprobs", "provenance")}
     record = record_of(row)
-    data = {**record.to_json(), "segments": [segment.to_json() for segment in record.segments]}  # each context whole
+    data = {**record.to_json(), "segments": [segment.to_json() for segment in record.segments]}  # each context complete
     extra = ("prompt_ids", "output_ids", "logprobs", "spans", "segments", "prefills")
     return {**plain, **{k: data[k] for k in extra}}
 

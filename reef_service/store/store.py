@@ -1,4 +1,4 @@
-"""The store as the gateway uses it: writes are on the disk when they return, reads happen beside them."""
+"""The store as the gateway uses it: writes are on the disk when they return, reads run at the same time."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def _embedded(directory: Path) -> int | None:
 
 
 class TextStream:
-    """Token ids to text as they come; a character that is not yet whole waits.
+    """Token ids to text as they come; an incomplete character waits.
 
     What came out in pieces equals what comes out at once.
     """
