@@ -36,7 +36,7 @@ class GatewayError(ReefError, RuntimeError):
 
     @property
     def away(self) -> bool:
-        """Whether asking again may help: no answer, or one of a gateway in trouble."""
+        """Return whether asking again may help: there was no answer, or one of a gateway in trouble."""
         return self.status is None or self.status >= 500
 
 
@@ -63,7 +63,7 @@ class Sample:
 
     @property
     def not_trainable(self) -> dict[str, int]:
-        """Why some turns' tokens have no importance weight (greedy, penalties, ...) -> how many tokens."""
+        """Count the tokens that have no importance weight, by reason (greedy, penalties, ...)."""
         found: Counter[str] = Counter()
         for turn in self.turns:
             reason = not_trainable(turn["temperature"], turn["sampling"])
@@ -82,7 +82,7 @@ class Sample:
 
     @property
     def temperatures(self) -> list[float]:
-        """The temperature of each token of the response; 1 where none is recorded or the token wasn't sampled."""
+        """Return the temperature of each response token; 1 where none is recorded or the token wasn't sampled."""
         found = [1.0] * len(self.response_ids)
         for turn in self.turns:
             found[turn["start"] : turn["end"]] = [float(turn["temperature"])] * (turn["end"] - turn["start"])

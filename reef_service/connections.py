@@ -44,7 +44,7 @@ class Connections:
     lingering: int = 0
 
     def has_room(self) -> bool:
-        """Whether one more may be opened, closing an idle one where that is needed."""
+        """Return whether one more may be opened, closing an idle one where that is needed."""
         if len(self.open) < self.most:
             return True
         if not self.idle:

@@ -1,4 +1,4 @@
-"""From what was raised to the answer that a client gets, in its API's shape."""
+"""Errors are turned into the answer that a client gets, in its API's shape."""
 
 from __future__ import annotations
 

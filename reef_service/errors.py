@@ -52,7 +52,7 @@ class ApiError(ReefError):
         return found if self.should_retry else {**found, "x-should-retry": "false"}
 
     def body(self, path: str) -> dict[str, Any]:
-        """In the shape of the API that `path` belongs to."""
+        """Return the body in the shape of the API that `path` belongs to."""
         if path.startswith("/v1/messages"):
             kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}

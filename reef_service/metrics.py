@@ -19,7 +19,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class GateFigures(Protocol):
-    """What is read of the gate in front of the engines (data_plane/admission.py)."""
+    """The metrics read these figures of the gate in front of the engines (data_plane/admission.py)."""
 
     inside: int
     refused: int

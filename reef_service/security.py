@@ -39,11 +39,11 @@ class Tokens:
 
     @property
     def none(self) -> bool:
-        """Whether everybody may do everything."""
+        """Return whether everybody may do everything."""
         return self._agent is None and self._admin is None
 
     def role(self, shown: str | None) -> Role:
-        """What somebody who shows this token may do at most."""
+        """Return the role of a client that shows this token."""
         if self.none:
             return "admin"
         digest = _digest(shown or "")

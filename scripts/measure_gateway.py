@@ -1,4 +1,4 @@
-"""What the gateway adds to a direct call, and what idle sessions cost.
+"""Measure what the gateway adds to a direct call, and what idle sessions cost.
 
     python scripts/measure_gateway.py [--engines real] [--rounds 5] [--concurrent 64]
 

@@ -1,4 +1,4 @@
-"""How long everybody else waits while one large request is taken or refused.
+"""Measure how long all other requests wait while one large request is taken or refused.
 
     python scripts/measure_stalls.py [--only NAME]
 

@@ -124,7 +124,7 @@ def _tools(body: MessagesRequest) -> list[dict[str, Any]]:
 
 
 def _messages(body: MessagesRequest) -> list[dict[str, Any]]:
-    """In OpenAI's form, then in ours."""
+    """Convert to OpenAI's form, then to ours."""
     found: list[dict[str, Any]] = []
     if body.system:
         found.append({"role": "system", "content": text_of(body.system, "system")})

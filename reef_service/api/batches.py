@@ -128,7 +128,7 @@ def to_json(sample: StoredSample, lag: int | None) -> dict[str, Any]:
 
 
 def _turn(record: RolloutRecord, start: int) -> dict[str, Any]:
-    """How a turn's tokens were sampled, which a trainer must compute their log-probs by."""
+    """Describe how a turn's tokens were sampled, which a trainer needs to compute their log-probs."""
     begin = len(record.prompt_ids) - start
     return {
         "receipt": record.receipt,

@@ -73,7 +73,7 @@ class Sampling(BaseModel):
 
 
 def with_temperature(named: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of `named`, with a temperature in any case: it is recorded."""
+    """Return what is given of `named`, with a temperature in any case: it is recorded."""
     return {"temperature": 1.0, **{name: value for name, value in named.items() if value is not None}}
 
 

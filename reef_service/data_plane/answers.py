@@ -48,7 +48,7 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What has come since the one before."""
+    """A piece holds what has come since the piece before."""
 
     pieces: list[Piece]
     ids: list[int]  # sampled since; pieces may come later, a character or a stop text being incomplete

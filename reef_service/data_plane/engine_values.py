@@ -146,7 +146,7 @@ def _custom_params() -> Row:
 
 
 def _encodable(text: str) -> bool:
-    """Whether it is UTF-8: half of a character is no text between SGLang's processes."""
+    """Check that a text is UTF-8: half of a character is no text between SGLang's processes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -200,7 +200,7 @@ def check(api: str, name: str, value: Any, vocabulary: int = INT32_MAX) -> Any:
 
 
 def field(api: str, name: str) -> str:
-    """What an API calls SGLang's `name`."""
+    """Return what an API calls SGLang's `name`."""
     return f"sampling_params.{name}" if api == "generate" else _NAMES.get(name, name)
 
 

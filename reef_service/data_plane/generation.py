@@ -32,7 +32,7 @@ Answers = AsyncIterator[list[dict[str, Any]]]  # each time those that have come 
 
 @dataclass(slots=True)
 class Generation:
-    """What has been sampled so far. `run` yields (from, to) over `output_ids` whenever there is more.
+    """A generation holds what is sampled so far. `run` yields (from, to) over `output_ids` whenever there is more.
 
     Log-probs are natural, by the version that sampled the token, as the engine gave them.
     """

@@ -8,7 +8,7 @@ _OTHERS = bytes(set(range(256)) - set(_KEPT))
 
 
 def more_values_than(raw: bytes, most: int) -> bool:
-    """Whether there are more than `most` members of arrays and objects, texts not looked into."""
+    """Return whether there are more than `most` members of arrays and objects, texts not looked into."""
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) <= most:
         return False
     # Without escapes every quote begins or ends a text. Pairs of backslashes go first: what is left of a run of them

@@ -112,7 +112,7 @@ def read_turn(connection: Connection, receipt: str) -> dict[str, Any] | None:
 
 
 def read_counts(connection: Connection) -> dict[str, Any]:
-    """What the page and the metrics show of the store."""
+    """Count what the page and the metrics show of the store."""
     classes = _counted(connection, turns.c["class"])
     states = _counted(connection, turns.c.state)
     t = trajectories.c

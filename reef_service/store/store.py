@@ -109,7 +109,7 @@ class Store:
         return await self.read(samples.read_counts)
 
     async def is_used(self, version: str) -> bool:
-        """Whether it is the name of a version that engines served."""
+        """Return whether engines served a version of this name."""
         return await self.read(lambda connection: samples.read_is_used(connection, version))
 
     async def publications(self, limit: int = 50) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ class AnswerParser:
         return True
 
     def _no_call(self, found: list[Piece], text: str) -> None:
-        """What began like a call is content, as it stands."""
+        """Give what began like a call as content, unchanged."""
         self._mode, self._trim = "content", False
         self._give(found, self._blanks + CALL + text)
 
