@@ -34,7 +34,7 @@ _POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-in
 
 
 def make_app(gateway: Gateway) -> ASGIApp:
-    """Raises ConfigError for a token file that can't be used."""
+    """Make the application with its guard and lane. Raises ConfigError for a token file that can't be used."""
     config = gateway.config
     tokens = Tokens(read_token(config.agent_token_file), read_token(config.admin_token_file))
     inner = make_inner(gateway)
@@ -43,7 +43,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
 
 
 def make_inner(gateway: Gateway) -> FastAPI:
-    """Without the guard and the lane."""
+    """Make the application without the guard and the lane."""
     app = FastAPI(title="reef-slime gateway", version=__version__, docs_url=None, redoc_url=None)
     app.state.gateway = gateway
     for api in (*DATA_PLANE, feedback, batches, publications, status):
@@ -56,7 +56,7 @@ def make_inner(gateway: Gateway) -> FastAPI:
 
 
 def _describe_tokens(app: FastAPI) -> None:
-    """What each path wants goes into the description, so that /docs can send it."""
+    """Add the token that each path needs to the API's description, so that /docs can send it."""
     make = app.openapi
 
     def described() -> dict[str, Any]:

@@ -28,7 +28,7 @@ LEASE_GONE = 409
 
 
 class GatewayError(ReefError, RuntimeError):
-    """The gateway refused, or can't be reached; one line."""
+    """The gateway refused, or can't be reached; the message is one line."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class GatewayError(ReefError, RuntimeError):
 
     @property
     def away(self) -> bool:
-        """Whether asking again may help: no answer, or one of a gateway in trouble."""
+        """Return whether asking again may help: there was no answer, or one of a gateway in trouble."""
         return self.status is None or self.status >= 500
 
 
@@ -63,7 +63,7 @@ class Sample:
 
     @property
     def not_trainable(self) -> dict[str, int]:
-        """Why some turns' tokens have no importance weight (greedy, penalties, ...) -> how many tokens."""
+        """Count the tokens that have no importance weight, by reason (greedy, penalties, ...)."""
         found: Counter[str] = Counter()
         for turn in self.turns:
             reason = not_trainable(turn["temperature"], turn["sampling"])
@@ -82,7 +82,7 @@ class Sample:
 
     @property
     def temperatures(self) -> list[float]:
-        """What each token of the response was sampled at; 1 where the gateway doesn't say, and where nothing was."""
+        """Return the temperature of each response token; 1 where none is recorded or the token wasn't sampled."""
         found = [1.0] * len(self.response_ids)
         for turn in self.turns:
             found[turn["start"] : turn["end"]] = [float(turn["temperature"])] * (turn["end"] - turn["start"])
@@ -102,7 +102,7 @@ class Batch:
 
 
 class BatchClient:
-    """Calls are repeated where the gateway is away for a while: every one of them may be."""
+    """The client repeats a call while the gateway is away; every call but `publish` is safe to repeat."""
 
     def __init__(self, url: str, token: str | None = None, *, timeout_s: float = 60.0) -> None:
         self.url, self._token, self.timeout_s = url.rstrip("/"), token, timeout_s
@@ -119,7 +119,7 @@ class BatchClient:
         max_score: float | None = None,
         classes: Sequence[str] = (),
     ) -> Batch:
-        """What there is now, at most `limit`. Raises GatewayError."""
+        """Lease the samples that there are now, at most `limit`. Raises GatewayError."""
         asked = {
             "lease": lease,
             "limit": limit,
@@ -135,13 +135,12 @@ class BatchClient:
         return Batch(data["lease"], data["ends_at"], data["version"], samples)
 
     def wait(self, lease: str, enough: Callable[[Batch], bool], *, deadline_s: float, **wish: Any) -> Batch:
-        """`next` until `enough`; what was given and isn't enough is given back before asking again. A gateway that is
-        away, or not up yet, is waited for as well.
+        """Call `next` until `enough`; a batch that isn't enough is released before the next call.
 
-        Raises GatewayError at the deadline.
+        A gateway that is away, or not up yet, is waited for as well. Raises GatewayError at the deadline.
         """
         until, wait = time.monotonic() + deadline_s, WAIT_S
-        attempt = 0  # a lease that was given back is over, so the next try has a name of its own
+        attempt = 0  # the name of a released lease can't be used again, so each try has its own
         while True:
             try:
                 batch = self.next(f"{lease}.{attempt}" if attempt else lease, **wish)
@@ -165,8 +164,8 @@ class BatchClient:
         )
 
     def ack(self, lease: str) -> int:
-        """How many samples are trained on now. Raises GatewayError, status 409 where the lease ran out and somebody
-        else has them."""
+        """Mark the lease's samples as trained on and return how many there are. Raises GatewayError, status 409 where
+        the lease ran out and another lease has them."""
         return int(self._call("POST", f"/reef/batches/{urllib.parse.quote(lease)}/ack")["trained"])
 
     def release(self, lease: str) -> int:
@@ -199,12 +198,12 @@ class BatchClient:
                 found: dict[str, Any] = json.load(answer)
                 return found
         except urllib.error.HTTPError as error:
-            raise GatewayError(f"{self.url}{path.split('?')[0]}: {_told(error)}", error.code) from error
+            raise GatewayError(f"{self.url}{path.split('?')[0]}: {_describe(error)}", error.code) from error
         except OSError as error:
             raise GatewayError(f"{self.url}{path.split('?')[0]}: {error}") from error
 
 
-def _told(error: urllib.error.HTTPError) -> str:
+def _describe(error: urllib.error.HTTPError) -> str:
     try:
         return f"HTTP {error.code}: {json.load(error)['error']['message']}"
     except (ValueError, KeyError, TypeError, OSError):

@@ -13,7 +13,7 @@ from slime_backend.config import ConfigError
 
 
 class GatewayConfig(BaseModel):
-    """What a gateway can be told. Everything about the engines' policy is in the configuration around it."""
+    """The section holds every setting of a gateway; the engines' policy is in the configuration around it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -80,5 +80,5 @@ def gateway_config(section: Mapping[str, object] | None, where: str) -> GatewayC
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{where}: gateway: unknown key {key!r}{hint}") from error
         message = fault["msg"].removeprefix("Value error, ")
-        told = f"gateway.{key}={fault['input']!r}: {message}" if key else f"gateway: {message}"
-        raise ConfigError(f"{where}: {told}") from error
+        line = f"gateway.{key}={fault['input']!r}: {message}" if key else f"gateway: {message}"
+        raise ConfigError(f"{where}: {line}") from error

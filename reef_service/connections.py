@@ -6,7 +6,7 @@
     answer   as long as it takes
 
 At `most` connections the one that has been without a request for the longest makes room for a new one; where each has a
-request, the new one is told to come again.
+request, the new one is refused and asked to retry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from reef_service.errors import ApiError
 
-MAX_HEAD = 65_536  # bytes: of the first line with the headers, and of what a chunked body has besides its data
+MAX_HEAD = 65_536  # bytes: of the first line with the headers, and of what a chunked body has in addition to its data
 LINGER_S = 1.0  # for a client to read why it is turned away
 LINGERING = 32  # of these at once
 _NAMES = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
@@ -44,7 +44,7 @@ class Connections:
     lingering: int = 0
 
     def has_room(self) -> bool:
-        """Whether one more may be opened, closing an idle one where that is needed."""
+        """Return whether one more may be opened, closing an idle one where that is needed."""
         if len(self.open) < self.most:
             return True
         if not self.idle:

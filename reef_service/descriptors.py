@@ -16,9 +16,9 @@ from slime_backend.config import ConfigError
 
 WANTED = 65_536
 RESERVE = 64  # the store, logs, files that are read
-PER_ENGINE = 8  # calls besides requests: looks, aborts, a publication
+PER_ENGINE = 8  # calls other than requests: looks, aborts, a publication
 BACKLOG = 256  # connections that the system may hand over before the first of them can be turned away
-ASSUMED_USED = 64  # where the system doesn't tell
+ASSUMED_USED = 64  # where the system doesn't report it
 
 
 def raise_limit(wanted: int = WANTED) -> int:

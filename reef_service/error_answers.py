@@ -1,4 +1,4 @@
-"""From what was raised to the answer that a client gets, in its API's shape."""
+"""Errors are turned into the answer that a client gets, in its API's shape."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def answer_to(error: Exception, path: str) -> JSONResponse:
     """The answer to one of ANSWERED."""
     more: dict[str, str] = {}
     if isinstance(error, ApiError):
-        told = error
+        answer = error
     elif isinstance(error, RequestValidationError):
-        told = _invalid(error.errors())
+        answer = _invalid(error.errors())
     elif isinstance(error, HTTPException):
-        told, more = ApiError(error.status_code, str(error.detail)), dict(error.headers or {})
+        answer, more = ApiError(error.status_code, str(error.detail)), dict(error.headers or {})
     else:  # where the database lies is nothing that agents are to know
         log.error("%s: %s", path, error)
-        told = ApiError(503, "the store doesn't answer, the gateway's log says why; try again", retry_after=1)
-    return JSONResponse(told.body(path), told.status, headers={**told.headers, **more})
+        answer = ApiError(503, "the store doesn't answer, the gateway's log says why; try again", retry_after=1)
+    return JSONResponse(answer.body(path), answer.status, headers={**answer.headers, **more})
 
 
 def _invalid(faults: Sequence[Any]) -> ApiError:

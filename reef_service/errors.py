@@ -1,4 +1,4 @@
-"""What a client is told. One error class; each API gives it the shape that its own clients understand."""
+"""Errors as clients see them: one class; each API gives it the shape that its own clients understand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPENAI = {
 
 
 class ApiError(ReefError):
-    """An answer that is not a success. `message` says what was seen and what to do."""
+    """This is an answer that is not a success. `message` names what was seen and what to do."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ApiError(ReefError):
         return found if self.should_retry else {**found, "x-should-retry": "false"}
 
     def body(self, path: str) -> dict[str, Any]:
-        """In the shape of the API that `path` belongs to."""
+        """Return the body in the shape of the API that `path` belongs to."""
         if path.startswith("/v1/messages"):
             kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}

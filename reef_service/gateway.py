@@ -35,8 +35,8 @@ from slime_backend.policy import Policy
 from slime_backend.run_files import RunDir
 
 PROBE_S, PROBE_WAIT_S = 1.0, 5.0  # between two looks whether the store writes; for one of them
-MORE_VALUES = 200_000  # of a body, besides token ids
-GRACE_S = 5.0  # for answers that are under way when the gateway is told to stop
+MORE_VALUES = 200_000  # of a body, not counting token ids
+GRACE_S = 5.0  # for answers that are under way when the gateway is asked to stop
 NEEDED_HOOK = "kv_spans"  # without it no answer has the provenance that is to be recorded
 
 
@@ -66,7 +66,7 @@ class Gateway:
         return self.plane.store
 
     async def store_writes(self) -> bool:
-        """Whether the store writes; looked at once a second at most, whoever asks."""
+        """Return whether the store writes; it is probed once a second at most."""
         if self._probe is None or (self._probe.done() and time.monotonic() - self._probed_at > PROBE_S):
             self._probed_at, self._probe = time.monotonic(), asyncio.ensure_future(self.store.probe())
         try:
@@ -77,7 +77,7 @@ class Gateway:
         return True
 
     async def state(self) -> dict[str, Any]:
-        """What the page shows."""
+        """Return what the page shows."""
         gate, quarantine = self.plane.gate, self.fleet.quarantine
         return {
             "now": time.time(),

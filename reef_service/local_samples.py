@@ -41,7 +41,7 @@ def to_groups(batch: Batch) -> list[list[Sample]]:
 
 
 def not_trainable(batch: Batch) -> dict[str, int]:
-    """Why tokens of the batch are not trained on (greedy, or the parameters' names) -> how many."""
+    """Count the tokens of the batch that are not trained on, by reason (greedy, or the parameters' names)."""
     found: Counter[str] = Counter()
     for sample in batch.samples:
         found.update(sample.not_trainable)

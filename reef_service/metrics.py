@@ -19,7 +19,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class GateFigures(Protocol):
-    """What is read of the gate in front of the engines (data_plane/admission.py)."""
+    """The metrics read these figures of the gate in front of the engines (data_plane/admission.py)."""
 
     inside: int
     refused: int
@@ -107,4 +107,6 @@ class _Live(Collector):
         yield GaugeMetricFamily("reef_gate_inside", "Requests that were let in", value=self.gate.inside)
         yield GaugeMetricFamily("reef_gate_waiting", "Requests that wait at the gate", value=self.gate.waiting)
         yield GaugeMetricFamily("reef_gate_closed", "1 during a publication", value=int(self.gate.closed))
-        yield GaugeMetricFamily("reef_gate_refused", "Requests that were told to come again", value=self.gate.refused)
+        yield GaugeMetricFamily(
+            "reef_gate_refused", "Requests that were refused for now, to be sent again", value=self.gate.refused
+        )

@@ -1,4 +1,4 @@
-"""Whether a browser sends a request for a page of somebody else.
+"""The gateway refuses requests that a browser sends for another site's page.
 
 A page may make its visitor's browser send forms, images and plain POSTs to any address, this machine's own among them,
 and a name that its owner controls may stand for 127.0.0.1 from one moment to the next. So, on every path that isn't
@@ -25,11 +25,11 @@ _FOREIGN = frozenset({"cross-site", "same-site"})
 
 class Origins:
     def __init__(self, hosts: Iterable[str], *, tokens: bool) -> None:
-        """`hosts`: names that the gateway answers to, besides those that can't be anybody else's."""
+        """`hosts`: names that the gateway answers to, in addition to those that can't be anybody else's."""
         self.hosts, self.tokens = frozenset(host.lower() for host in hosts), tokens
 
     def refusal(self, method: str, headers: Mapping[bytes, str]) -> ApiError | None:
-        """Why a request for a path that isn't open is refused; None where it isn't."""
+        """Return why a request for a path that isn't open is refused; None where it isn't."""
         host = headers.get(b"host", "")
         if not self.tokens and not self._is_ours(host):
             return ApiError(403, f"Host is {host[:80]!r}, which isn't this gateway; gateway.allowed_hosts may name it")

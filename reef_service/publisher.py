@@ -1,4 +1,4 @@
-"""Publications behind the gate: while the engines are paused, requests wait in front of them.
+"""Publications and the gate: while the engines are paused, requests wait in front of them.
 
 prepare     the engines still answer, the gate is open
 pause ...   the gate is closed; what is on the engines stays there and goes on afterwards

@@ -1,6 +1,6 @@
 """Who may do what: two tokens, compared in constant time, and a bound on bodies. An ASGI layer around everything.
 
-    open    /healthz /readyz, the page and the API's description: they tell nothing
+    open    /healthz /readyz, the page and the API's description: they reveal nothing
     agent   /v1/... /generate /reef/report /reef/turns: the agent's token, or the admin's
     admin   everything else
 
@@ -39,15 +39,15 @@ class Tokens:
 
     @property
     def none(self) -> bool:
-        """Whether everybody may do everything."""
+        """Return whether everybody may do everything."""
         return self._agent is None and self._admin is None
 
     def role(self, shown: str | None) -> Role:
-        """What somebody who shows this token may do at most."""
+        """Return the role of a client that shows this token."""
         if self.none:
             return "admin"
         digest = _digest(shown or "")
-        # Both are always compared: how long it takes says nothing.
+        # Both are always compared: how long it takes reveals nothing.
         admin = hmac.compare_digest(digest, self._admin or b"\0" * len(digest))
         agent = hmac.compare_digest(digest, self._agent or b"\0" * len(digest))
         if shown is None:
@@ -121,7 +121,7 @@ class Guard:
         length, most = headers.get(b"content-length", ""), self._most(path)
         if length and (not length.isdigit() or int(length[:20]) > most):
             return ApiError(413, f"the body is larger than {most} bytes")
-        # The data plane says of its content type in its own words (lane.py).
+        # The data plane refuses a wrong content type with a message of its own (lane.py).
         if "\0" in path:
             return ApiError(404, "there is no such path")
         return None if wanted == "open" else self.origins.refusal("GET" if _is_prompt(path) else method, headers)
@@ -163,7 +163,7 @@ class _Nothing:
         if not self._given:
             self._given = True
             return {"type": "http.request", "body": b"", "more_body": False}
-        while (message := await self._receive())["type"] == "http.request":  # thrown away: a piece, never the whole
+        while (message := await self._receive())["type"] == "http.request":  # thrown away: one piece at a time
             pass
         return message
 

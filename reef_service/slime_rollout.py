@@ -84,7 +84,7 @@ def to_groups(args: Any, batch: Batch, rollout_id: int) -> list[list[Any]]:
 
 
 def rollout_temperature(args: Any) -> float:
-    """What slime's trainer divides all logits by (slime/backends/megatron_utils/loss.py)."""
+    """Return what slime's trainer divides all logits by (slime/backends/megatron_utils/loss.py)."""
     return float(getattr(args, "rollout_temperature", 1.0))
 
 

@@ -87,6 +87,6 @@ def last_lines(path: Path, count: int = LINES) -> list[str]:
 
 
 def _keep_log(path: Path, number: int) -> None:
-    """A start writes its log from the beginning; what the engine before it wrote says why that ended."""
+    """A start writes its log from the beginning; what the engine before it wrote shows why that ended."""
     if path.exists():
         path.rename(path.with_name(f"{path.name}.{number}"))

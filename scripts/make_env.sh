@@ -22,7 +22,7 @@ esac
 if [ "$(cat "$stamp" 2>/dev/null || true)" != "$want" ]; then
     free_gb=$(df -Pk "$(dirname "$env")" | awk 'NR == 2 { print int($4 / 1048576) }')
     if [ "$free_gb" -lt 14 ]; then
-        echo "make_env: $free_gb GB free beside $env; the environment takes 11 GB and 3 more while it unpacks" >&2
+        echo "make_env: $free_gb GB free next to $env; the environment takes 11 GB and 3 more while it unpacks" >&2
         exit 1
     fi
     echo "make_env: installing the locked versions into $env (11 GB, some minutes)"

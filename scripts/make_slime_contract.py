@@ -1,4 +1,4 @@
-"""Make a contract file from a slime checkout or an unpacked source archive, and say what moved against an earlier one.
+"""Make a contract file from a slime checkout or an unpacked source archive, and print changes from an earlier one.
 
     python scripts/make_slime_contract.py SLIME_SRC [--commit SHA] > tests/contracts/slime-0.4.0.json
     python scripts/make_slime_contract.py SLIME_SRC --against tests/contracts/slime-0.3.1.json
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("source", type=Path, metavar="SLIME_SRC")
     parser.add_argument("--like", type=Path, default=LIKE, metavar="CONTRACT", help="whose symbols to list")
     parser.add_argument("--against", type=Path, metavar="CONTRACT", help="print what moved since, instead")
-    parser.add_argument("--commit", metavar="SHA", help="of an unpacked archive, which can't say it itself")
+    parser.add_argument("--commit", metavar="SHA", help="of an unpacked archive, which doesn't contain it")
     options = parser.parse_args()
     wanted = symbols_of(json.loads(options.like.read_text()))
     for module, names in touched.symbols().items():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make or reuse an environment in which slime runs on a CPU (docs/slime/cpu.md): the versions of requirements/cpu.lock,
-# and beside them those of requirements/slime.lock and megatron-core.
+# and next to them those of requirements/slime.lock and megatron-core.
 #   scripts/make_slime_env.sh DIR           everything in DIR (12 GB)
 #   scripts/make_slime_env.sh DIR BASE      DIR (0.4 GB) on top of BASE, an environment made by make_env.sh
 # Then: SLIME_SRC=/path/to/slime DIR/bin/python -m pytest -m slime

@@ -1,11 +1,11 @@
-"""What the gateway adds to a direct call, and what idle sessions cost.
+"""Measure what the gateway adds to a direct call, and what idle sessions cost.
 
     python scripts/measure_gateway.py [--engines real] [--rounds 5] [--concurrent 64]
 
-    fake    two fake engines in a process of their own: an answer takes as long as it is told to
+    fake    two fake engines in a process of their own: an answer takes a time that is set
     real    one SGLang engine with a tiny model, which takes all of a small machine that it can get
 
-CONCURRENT clients ask by token ids, in turn directly and through the gateway, whole answers and streams. A round's
+CONCURRENT clients ask by token ids, in turn directly and through the gateway, complete answers and streams. A round's
 direct requests and those through the gateway are paired, client by client; which comes first changes from round to
 round. Prints medians in milliseconds, the median of the paired differences with its quartiles, the gateway's CPU time
 for an answer (which other work on the machine changes least), how busy the gateway's process and the machine were, and
@@ -45,7 +45,7 @@ def body(number: int, stream: bool) -> bytes:
     return json.dumps(asked).encode()
 
 
-async def whole(channel: HttpChannel, number: int) -> float:
+async def complete_answer(channel: HttpChannel, number: int) -> float:
     started = time.perf_counter()
     status, answer, _ = await channel.request("POST", "/generate", body(number, False), 300.0)
     assert status == 200, answer[:300]
@@ -74,11 +74,11 @@ async def together(ask: Ask, channels: list[HttpChannel], concurrent: int, sprea
 
 async def measure(engines: list[str], url: str, pid: int, rounds: int, concurrent: int) -> None:
     ways = {"direct": [HttpChannel(url) for url in engines], "gateway": [HttpChannel(url)]}
-    kinds: dict[str, Ask] = {"whole answer": whole, "first token of a stream": first_token}
+    kinds: dict[str, Ask] = {"whole answer": complete_answer, "first token of a stream": first_token}
     times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     spent: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])  # gateway's CPU, wall, machine's CPU
     spread_s = TOKENS * TOKEN_S
-    for round_ in range(rounds + 1):  # the first warms up, and says how long an answer takes here
+    for round_ in range(rounds + 1):  # the first warms up, and shows how long an answer takes here
         for kind, ask in kinds.items():
             for way in list(ways) if round_ % 2 else list(ways)[::-1]:
                 before = cpu_s(pid), time.perf_counter(), machine_s()

@@ -1,7 +1,7 @@
 """Measure the ledger: `python scripts/measure_ledger.py [RECORDS] [TOKENS]`.
 
 Appends RECORDS (100,000) made rollouts of TOKENS (0) output and ten times as many prompt tokens, each acknowledged by
-itself, then opens the ledger anew and looks 300 of them up by receipt. Prints rates and medians; nothing is kept.
+itself, then opens the ledger again and looks 300 of them up by receipt. Prints rates and medians; nothing is kept.
 """
 
 from __future__ import annotations

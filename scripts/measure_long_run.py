@@ -122,7 +122,7 @@ def rss_mib() -> float:
 
 
 def end_run(run_dir: Path) -> dict[str, float]:
-    """What the ends of this run cost, in this process: MiB of growth and seconds, by step."""
+    """Measure what the ends of this run cost in this process: MiB of growth and seconds, by step."""
     from slime_backend.audit.sampling import Sample
     from slime_backend.ledger.files import read_rollouts
     from slime_backend.report.run_data import read_run

@@ -1,8 +1,8 @@
-"""How long everybody else waits while one large request is taken or refused.
+"""Measure how long all other requests wait while one large request is taken or refused.
 
     python scripts/measure_stalls.py [--only NAME]
 
-A gateway in a process of its own in front of a fake engine; beside each request, /healthz is asked on one connection
+A gateway in a process of its own in front of a fake engine; during each request, /healthz is asked on one connection
 without a pause. Prints, for each request: its status, how long it took, the longest answer of /healthz meanwhile, and
 the gateway's memory then; the line "nothing" is what this machine does without any.
 """
@@ -29,7 +29,7 @@ CHAT, MESSAGES, GENERATE = "/v1/chat/completions", "/v1/messages", "/generate"
 def requests() -> dict[str, tuple[str, bytes]]:
     words = "the sea is calm tonight, the tide is full; " * (15 * MIB // 43)
 
-    def said(size: int) -> bytes:
+    def chat_of(size: int) -> bytes:
         return json.dumps({"messages": [{"role": "user", "content": words[:size]}], "max_tokens": 4}).encode()
 
     def asked(**more: object) -> bytes:
@@ -40,10 +40,10 @@ def requests() -> dict[str, tuple[str, bytes]]:
     small = {"role": "user", "content": "hi"}
     nested = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 5 * MIB}}]}
     return {
-        "a message of 15 MB": (CHAT, said(15 * MIB)),
-        "a message of 1 MB": (CHAT, said(MIB)),
-        "a message of 100 kB": (CHAT, said(100_000)),
-        "count_tokens of 15 MB": ("/v1/messages/count_tokens", said(15 * MIB)),
+        "a message of 15 MB": (CHAT, chat_of(15 * MIB)),
+        "a message of 1 MB": (CHAT, chat_of(MIB)),
+        "a message of 100 kB": (CHAT, chat_of(100_000)),
+        "count_tokens of 15 MB": ("/v1/messages/count_tokens", chat_of(15 * MIB)),
         "a text of 15 MB": (GENERATE, json.dumps({"text": words}).encode()),
         "a text of 15 MB of escapes": (GENERATE, b'{"text":"' + b"\\n\\u0041" * (15 * MIB // 8) + b'"}'),
         "seven million ids": (GENERATE, b'{"input_ids":[' + b"1," * 7_000_000 + b"1]}"),

@@ -1,4 +1,4 @@
-"""How long a scoped sweep takes, node by node as SGLang evicts and as one group of frees. Needs SGLang, no engine.
+"""Measure how long a scoped sweep takes, node by node as SGLang evicts and as one group of frees. Needs only SGLang.
 
 PYTHONPATH=. python scripts/measure_sweep.py [SLOTS] [ENTRIES]
 """

@@ -1,7 +1,7 @@
 """Time the transports side by side on one live engine: `python scripts/measure_transports.py MODEL_DIR [ROUNDS]`.
 
 Interleaved publications (disk, distributed, disk, ...) of the same weights; prints medians in milliseconds. `paused` is
-what rollouts wait for, `prepare` is paid beside the generation.
+what rollouts wait for, `prepare` runs during the generation.
 """
 
 from __future__ import annotations

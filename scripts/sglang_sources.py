@@ -127,7 +127,7 @@ class Sources:
                 yield found
 
     def _attributes_of(self, module: str, node: ast.ClassDef) -> frozenset[str]:
-        """What instances of a class have: methods, fields, and what its methods assign to `self`."""
+        """Return what instances of a class have: methods, fields, and what its methods assign to `self`."""
         key = (module, node.name)
         if key not in self._attributes:
             self._attributes[key] = frozenset()  # a circle of bases ends here

@@ -97,7 +97,7 @@ SGLANG_ARGS=(
 )
 
 MISC_ARGS=(
-    --rotary-base 5000000 # of this checkpoint, where the model's flags say 1000000
+    --rotary-base 5000000 # of this checkpoint, where the model's flags have 1000000
     --attention-dropout 0.0
     --hidden-dropout 0.0
     --accumulate-allreduce-grads-in-fp32

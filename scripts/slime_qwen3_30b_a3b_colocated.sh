@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Qwen3-30B-A3B (mixture of experts) on 8 GPUs, colocated: trainer and one engine take turns on the same GPUs. The layout
-# alone fixes the policy: retract, radix cache on, flush and verify, whatever --disjoint-prefix-sharing says.
+# alone fixes the policy: retract, radix cache on, flush and verify, whatever --disjoint-prefix-sharing is.
 #
 #   scripts/slime_qwen3_30b_a3b_colocated.sh          variables: slime_common.sh
 
@@ -72,7 +72,7 @@ OPTIMIZER_ARGS=(
     --weight-decay 0.1
     --adam-beta1 0.9
     --adam-beta2 0.98
-    --optimizer-cpu-offload # Adam's moments of 30B parameters don't fit beside weights and engine
+    --optimizer-cpu-offload # Adam's moments of 30B parameters don't fit next to weights and engine
     --overlap-cpu-optimizer-d2h-h2d
     --use-precision-aware-optimizer
 )

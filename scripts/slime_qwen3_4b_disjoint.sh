@@ -34,12 +34,12 @@ ROLLOUT_ARGS=(
     --prompt-data "$DATA/dapo-math-17k/dapo-math-17k.jsonl"
     --input-key prompt
     --label-key label
-    --apply-chat-template # its special tokens also tell the engines where messages begin
+    --apply-chat-template # its special tokens also show the engines where messages begin
     --rollout-shuffle
     --rm-type deepscaler
     --num-rollout 3000
     --rollout-batch-size 32
-    --n-samples-per-prompt 8 # 7 of 8 find the whole prompt in the cache
+    --n-samples-per-prompt 8 # 7 of 8 find the complete prompt in the cache
     --rollout-max-response-len 8192
     --rollout-temperature 1
     --global-batch-size 256 # 32 x 8: one training step, hence one publication, per rollout

@@ -1,11 +1,11 @@
 """The table of docs/slime/compatibility.md: slime version x SGLang version x path, from runs that were made.
 
     python scripts/slime_runs.py run PATH -- COMMAND...     run it and note the outcome in docs/slime/runs.jsonl
-    python scripts/slime_runs.py render                     write the table anew
+    python scripts/slime_runs.py render                     write the table again
     python scripts/slime_runs.py check                      exit code 1 where the page isn't what `render` would write
 
 PATH is one of PATHS below. `run` ends with the command's own exit code; SLIME_SRC names the slime that it uses. A cell
-shows the newest run, its date and its command; a cell without a run says so.
+shows the newest run, its date and its command; a cell without a run is marked.
 """
 
 from __future__ import annotations

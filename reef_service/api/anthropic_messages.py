@@ -34,7 +34,7 @@ class MessagesRequest(common.Sampling):
 @router.post("/v1/messages", summary="Anthropic's messages, streamed or not")
 async def messages(body: MessagesRequest, request: Request) -> Response:
     plane = common.plane_of(request)
-    session, label = common.who(request)
+    session, label = common.session_and_group(request)
     if body.max_tokens is None:
         raise bad_request("max_tokens is missing", "max_tokens")
     asked = Asked(
@@ -88,8 +88,8 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
             yield common.event({"type": "message_stop", "reef": event.receipt()}, "message_stop")
 
     if body.stream:
-        return await common.streamed(request, tokens, write, _error_event)
-    return await common.whole(request, tokens, render)
+        return await common.respond_stream(request, tokens, write, _error_event)
+    return await common.respond(request, tokens, render)
 
 
 @router.post("/v1/messages/count_tokens", summary="How many tokens a prompt has")
@@ -124,7 +124,7 @@ def _tools(body: MessagesRequest) -> list[dict[str, Any]]:
 
 
 def _messages(body: MessagesRequest) -> list[dict[str, Any]]:
-    """In OpenAI's form, then in ours."""
+    """Convert to OpenAI's form, then to ours."""
     found: list[dict[str, Any]] = []
     if body.system:
         found.append({"role": "system", "content": text_of(body.system, "system")})
@@ -158,7 +158,7 @@ def _from_assistant(blocks: list[Any], where: str) -> list[dict[str, Any]]:
 
 
 def _from_user(blocks: list[Any], where: str) -> list[dict[str, Any]]:
-    """Tool results are messages of their own, before what else the user says."""
+    """Tool results are messages of their own, before the rest of the user's message."""
     results, text = [], []
     for j, block in enumerate(blocks):
         if isinstance(block, Mapping) and block.get("type") == "tool_result":

@@ -34,7 +34,7 @@ class BatchQuery(BaseModel):
     max_score: float | None = Field(None, allow_inf_nan=False)
     rollout_class: list[RolloutClass] = Field(default_factory=list, description="default: all")
     max_version_lag: int | None = Field(None, ge=0, le=100_000)
-    group_size: int = Field(0, ge=0, le=1024, description="whole groups of this many, by x-reef-group")
+    group_size: int = Field(0, ge=0, le=1024, description="complete groups of this many, by x-reef-group")
 
 
 @router.get("", include_in_schema=False)
@@ -128,7 +128,7 @@ def to_json(sample: StoredSample, lag: int | None) -> dict[str, Any]:
 
 
 def _turn(record: RolloutRecord, start: int) -> dict[str, Any]:
-    """How a turn's tokens were sampled, which a trainer must compute their log-probs by."""
+    """Describe how a turn's tokens were sampled, which a trainer needs to compute their log-probs."""
     begin = len(record.prompt_ids) - start
     return {
         "receipt": record.receipt,

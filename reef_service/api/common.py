@@ -73,7 +73,7 @@ class Sampling(BaseModel):
 
 
 def with_temperature(named: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given of `named`, with a temperature in any case: it is recorded."""
+    """Return what is given of `named`, with a temperature in any case: it is recorded."""
     return {"temperature": 1.0, **{name: value for name, value in named.items() if value is not None}}
 
 
@@ -89,7 +89,7 @@ def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(text for text in found if text)
 
 
-def who(request: Request) -> tuple[str, str]:
+def session_and_group(request: Request) -> tuple[str, str]:
     """(session, group) that the headers name, "" where they don't. Raises ApiError 400."""
     found = []
     for header in (SESSION, GROUP):
@@ -154,7 +154,7 @@ def size_of(request: Request) -> int:
     return len(getattr(request, "_body", b"")) or int(request.headers.get("content-length", 0))
 
 
-async def whole(request: Request, asked: TokenRequest, render: Callable[[Done], Mapping[str, Any]]) -> Response:
+async def respond(request: Request, asked: TokenRequest, render: Callable[[Done], Mapping[str, Any]]) -> Response:
     """The answer in one piece. A client that goes away meanwhile ends the request at the engine."""
     exchange = Exchange(plane_of(request), asked, new_receipt())
     watch = asyncio.ensure_future(_gone(request.receive))
@@ -168,7 +168,7 @@ async def whole(request: Request, asked: TokenRequest, render: Callable[[Done], 
     return json_answer(render(done), done)
 
 
-async def streamed(
+async def respond_stream(
     request: Request,
     asked: TokenRequest,
     render: Callable[[AsyncIterator[Delta | Done], str], AsyncIterator[bytes]],

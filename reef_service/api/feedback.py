@@ -1,4 +1,4 @@
-"""POST /reef/report and GET /reef/turns/{receipt}: what agents say of their turns, and what was recorded of one."""
+"""POST /reef/report and GET /reef/turns/{receipt}: agents' reports on their turns, and what was recorded of one."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if body.stream:
         usage = bool((body.stream_options or {}).get("include_usage"))
         writer = _Chunks(common.plane_of(request), bool(body.logprobs), usage)
-        return await common.streamed(request, asked, writer.write, error_event)
+        return await common.respond_stream(request, asked, writer.write, error_event)
     plane = common.plane_of(request)
-    return await common.whole(
+    return await common.respond(
         request,
         asked,
         lambda done: {
@@ -81,7 +81,7 @@ async def _asked(body: ChatRequest, request: Request) -> TokenRequest:
     common.refuse(body.model_extra or {}, _REFUSED)
     tools = _tools(body)
     sampling = body.sampling() | _format(body.response_format)
-    session, label = common.who(request)
+    session, label = common.session_and_group(request)
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)

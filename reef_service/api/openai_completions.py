@@ -40,7 +40,7 @@ class CompletionRequest(common.Sampling):
 async def completions(body: CompletionRequest, request: Request) -> Response:
     common.refuse(body.model_extra or {}, _REFUSED)
     plane = common.plane_of(request)
-    session, label = common.who(request)
+    session, label = common.session_and_group(request)
     asked = Asked(
         api="completions",
         session=session,
@@ -80,7 +80,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         yield common.event(b"[DONE]")
 
     if body.stream:
-        return await common.streamed(request, tokens, write, error_event)
+        return await common.respond_stream(request, tokens, write, error_event)
 
     def render(done: Done) -> dict[str, Any]:
         logprobs = None
@@ -100,7 +100,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
             "reef": done.receipt(),
         }
 
-    return await common.whole(request, tokens, render)
+    return await common.respond(request, tokens, render)
 
 
 @router.get("/v1/models", summary="The model and its weight version")

@@ -41,7 +41,7 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
     most = params.pop("max_new_tokens", None)
     if params.get("n") is not None:
         check("generate", "n", params.pop("n"))
-    session, label = common.who(request)
+    session, label = common.session_and_group(request)
     asked = Asked(
         api="generate",
         session=session,
@@ -81,12 +81,12 @@ async def generate(body: GenerateRequest, request: Request) -> Response:
         yield common.event(b"[DONE]")
 
     if body.stream:
-        return await common.streamed(request, tokens, write, _error_event)
-    return await common.whole(request, tokens, answer)
+        return await common.respond_stream(request, tokens, write, _error_event)
+    return await common.respond(request, tokens, answer)
 
 
 class _SoFar:
-    """An event repeats all that came before, as SGLang's do. It is appended to: to write it anew costs the square."""
+    """An event repeats all that came before, as SGLang's do. It is appended to: rewriting it costs the square."""
 
     def __init__(self, receipt: str, logprobs: bool) -> None:
         self.receipt, self.with_logprobs = receipt, logprobs

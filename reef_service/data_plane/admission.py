@@ -3,7 +3,8 @@
     open     at most `limit` requests at once; the next waits for one of them to end
     closed   a publication has paused the engines: everybody waits
 
-A request that has waited for `hold_s` is told to come again, and so is one that finds `queue` others waiting.
+A request that has waited for `hold_s` is refused with a time to retry after, and so is one that finds
+`queue` others waiting.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from slime_backend.provenance.records import RolloutRecord
 
 @dataclass(slots=True)
 class Answer:
-    """What a client is told, as its parts have come so far."""
+    """The answer to a client holds the parts that have come so far."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    raw: str = ""  # the whole text before it was cut into parts
+    raw: str = ""  # the complete text before it was cut into parts
 
     def add(self, piece: Piece) -> None:
         if piece.call is not None:
@@ -48,10 +48,10 @@ class TokenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What has come since the one before."""
+    """A piece holds what has come since the piece before."""
 
     pieces: list[Piece]
-    ids: list[int]  # sampled since; pieces may lag behind them, a character or a stop text being incomplete
+    ids: list[int]  # sampled since; pieces may come later, a character or a stop text being incomplete
     logprobs: list[float]
 
 
@@ -69,7 +69,7 @@ class Done:
     trajectory: int
 
     def receipt(self) -> dict[str, Any]:
-        """What the last event of every API says under `reef`."""
+        """Return what the last event of every API has under `reef`."""
         return {
             "receipt": self.record.receipt,
             "session": self.record.session,

@@ -67,7 +67,7 @@ def _number(low: float, high: float, *, above: bool = False, greedy: bool = Fals
     )
 
 
-def _whole(low: int, high: int, *, but: tuple[int, ...] = (), words: str = "") -> Row:
+def _integer(low: int, high: int, *, but: tuple[int, ...] = (), words: str = "") -> Row:
     def check(value: Any, vocabulary: int) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -134,7 +134,7 @@ def _custom_params() -> Row:
             if len(inner) > MOST_PARAMS or not all(scalar(item) for item in inner):
                 raise ValueError
         if "thinking_budget" in value:
-            _whole(0, INT32_MAX).check(value["thinking_budget"], vocabulary)
+            _integer(0, INT32_MAX).check(value["thinking_budget"], vocabulary)
         return value
 
     return Row(
@@ -146,7 +146,7 @@ def _custom_params() -> Row:
 
 
 def _encodable(text: str) -> bool:
-    """Whether it is UTF-8: half of a character is no text between SGLang's processes."""
+    """Check that a text is UTF-8: half of a character is no text between SGLang's processes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -157,16 +157,16 @@ def _encodable(text: str) -> bool:
 TABLE: Mapping[str, Row] = {
     "temperature": _number(0, 100, greedy=True),
     "top_p": _number(FLOAT32_TINY, 1),
-    "top_k": _whole(-1, INT32_MAX, but=(0,), words=f"-1 (all), or a whole number from 1 to {INT32_MAX}"),
+    "top_k": _integer(-1, INT32_MAX, but=(0,), words=f"-1 (all), or a whole number from 1 to {INT32_MAX}"),
     "min_p": _number(0, 1),
     "frequency_penalty": _number(-2, 2),
     "presence_penalty": _number(-2, 2),
     # Logits are divided by it: by less, the largest of them leave float32 and become NaN.
     "repetition_penalty": _number(0.001, 2),
-    "min_new_tokens": _whole(0, INT32_MAX),
-    "max_new_tokens": _whole(1, MOST_TOKENS),
-    "sampling_seed": _whole(INT64_MIN, INT64_MAX),
-    "n": _whole(1, 1, words="1; send the request n times"),
+    "min_new_tokens": _integer(0, INT32_MAX),
+    "max_new_tokens": _integer(1, MOST_TOKENS),
+    "sampling_seed": _integer(INT64_MIN, INT64_MAX),
+    "n": _integer(1, 1, words="1; send the request n times"),
     "ignore_eos": _flag(),
     "stop_token_ids": _token_ids(),
     "json_schema": _grammar("json_schema"),
@@ -200,7 +200,7 @@ def check(api: str, name: str, value: Any, vocabulary: int = INT32_MAX) -> Any:
 
 
 def field(api: str, name: str) -> str:
-    """What an API calls SGLang's `name`."""
+    """Return what an API calls SGLang's `name`."""
     return f"sampling_params.{name}" if api == "generate" else _NAMES.get(name, name)
 
 

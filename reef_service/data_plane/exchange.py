@@ -1,4 +1,4 @@
-"""One request from the gate to the store: text comes out while tokens come in, and the end is said once it is stored.
+"""One request from the gate to the store: text comes out while tokens come in, and the end is sent once it is stored.
 
     gate -> generation -> text, stop texts, pieces -> store -> Done
 
@@ -38,11 +38,11 @@ class Exchange:
         self.answer = Answer()
         self.stop_text: str | None = None
         self.abandoned = False
-        self._over = False  # its end is said: nothing can be abandoned any more
+        self._over = False  # its end is sent: nothing can be abandoned any more
         self._text = TextStream(plane.tokenizer)
         self._unsent = ""  # text that may be the beginning of a stop text
         self._count = 0  # tokens that the text is of
-        self._told = 0  # tokens that were handed on
+        self._sent = 0  # tokens that were handed on
         self._events: asyncio.Queue[Delta | Done | ApiError] = asyncio.Queue()
         self._generation: Generation | None = None
         self.task = asyncio.create_task(self._run())
@@ -146,12 +146,12 @@ class Exchange:
         self._hand_on(generation, ready, last=last)
 
     def _find_stop(self, generation: Generation, text: str) -> bool:
-        whole = self._unsent + text
-        places = [(whole.find(stop), stop) for stop in self.request.stop if stop in whole]
+        pending = self._unsent + text
+        places = [(pending.find(stop), stop) for stop in self.request.stop if stop in pending]
         if not places:
             return False
         place, self.stop_text = min(places)
-        kept = whole[: place + (len(self.stop_text) if self.request.keep_stop else 0)]
+        kept = pending[: place + (len(self.stop_text) if self.request.keep_stop else 0)]
         self._unsent = ""
         self._hand_on(generation, kept, last=True)
         return True
@@ -165,8 +165,8 @@ class Exchange:
             pieces = parser.push(text) + (parser.finish() if last else [])
         for piece in pieces:
             self.answer.add(piece)
-        new = slice(self._told, self._count)
-        self._told = self._count
+        new = slice(self._sent, self._count)
+        self._sent = self._count
         delta = Delta(pieces, generation.output_ids[new], generation.logprobs[new])
         if pieces or delta.ids:
             self._events.put_nowait(delta)
@@ -174,7 +174,7 @@ class Exchange:
     async def _store(self, generation: Generation) -> Done:
         request = self.request
         if self.stop_text is not None:
-            generation.truncate(self._count)  # the engine went on until it was told
+            generation.truncate(self._count)  # the engine went on until it was aborted
         state = state_of(generation, abandoned=self.abandoned)
         finish = "stop" if self.stop_text is not None else str(generation.finish_reason.get("type", "unknown"))
         about = {"session": self.session, "label": request.label}

@@ -1,11 +1,11 @@
 """One request on the fleet: sent to a confirmed engine, sent again where that is lost, ended early when asked.
 
-    nothing passed on yet    the request is sent again, whole: what the lost engine sampled is thrown away
+    nothing passed on yet    the request is sent again from the start: what the lost engine sampled is thrown away
     the engine ended         given up: it is sent to no second engine (slime_backend/quarantine.py)
-    tokens passed on         the client holds them, so another engine goes on behind them, told by their ids; they stay
+    tokens passed on         the client holds them, so another engine goes on after them, from their ids; they stay
                              what they are, sampled by an engine that was confirmed then, but nothing proves from which
-                             KV: `spliced` says so
-    ended early              the engine is told to abort and gives what it has with its provenance, within STOP_S
+                             KV: `spliced` records it
+    ended early              the engine is asked to abort and gives what it has with its provenance, within STOP_S
 
 An engine that is retired is not read a moment longer: no token of an unconfirmed engine is passed on.
 """
@@ -32,7 +32,7 @@ Answers = AsyncIterator[list[dict[str, Any]]]  # each time those that have come 
 
 @dataclass(slots=True)
 class Generation:
-    """What has been sampled so far. `run` yields (from, to) over `output_ids` whenever there is more.
+    """A generation holds what is sampled so far. `run` yields (from, to) over `output_ids` whenever there is more.
 
     Log-probs are natural, by the version that sampled the token, as the engine gave them.
     """
@@ -94,7 +94,7 @@ class Generation:
                         self._stopping.cancel()
             if isinstance(why, EngineRefused) and why.own_fault:
                 raise why
-            if not self.stopped and self._left() < 1:  # the lost engine had sampled the last token, and not said so
+            if not self.stopped and self._left() < 1:  # the lost engine had sampled the last token, and not reported it
                 self.meta = {**self.meta, "finish_reason": {"type": "length"}}
                 self.spliced = True
                 return
@@ -110,7 +110,7 @@ class Generation:
                 self._stopping = asyncio.ensure_future(self._abort(self._member, self._close))
 
     def truncate(self, length: int) -> None:
-        """Forget what was sampled behind the first `length` tokens."""
+        """Forget what was sampled after the first `length` tokens."""
         del self.output_ids[length:], self.logprobs[length:]
 
     async def _abort(self, member: Member, close: Callable[[], Any]) -> None:
@@ -125,7 +125,7 @@ class Generation:
 
     def _pace(self) -> float:
         """The more streams, the longer each is left alone after a look at it: all of them together cost the same then,
-        and a first token doesn't wait behind the others' next ones."""
+        and a first token doesn't wait for the others' next ones."""
         return min(PACE_S * sum(m.in_flight for m in self.fleet.members.values()), MOST_PACE_S)
 
     def _left(self) -> int:

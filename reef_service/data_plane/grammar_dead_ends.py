@@ -88,7 +88,7 @@ def _refs_to_themselves(schema: Any) -> str:
 
 
 def _ends(node: Any, schema: Any, path: tuple[str, ...]) -> bool:
-    """Whether something other than references is reached from `node`; `path`: the references on the way."""
+    """Return whether something other than references is reached from `node`; `path`: the references on the way."""
     if not isinstance(node, dict):
         return True
     name = node.get("$ref")
@@ -105,7 +105,7 @@ def _ends(node: Any, schema: Any, path: tuple[str, ...]) -> bool:
 
 
 def _target(name: str, schema: Any) -> Any:
-    """What a reference inside of the schema names; None for any other, which the engine judges."""
+    """Return what a reference inside of the schema names; None for any other, which the engine judges."""
     if not name.startswith("#"):
         return None
     found = schema

@@ -20,7 +20,7 @@ _REPEAT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 
 
 def why_too_large(kind: str, text: str) -> str:
-    """Why a grammar of this kind isn't passed on; "" if it may be."""
+    """Return why a grammar of this kind isn't passed on; "" if it may be."""
     if len(text) > MOST_LENGTH[kind]:
         return f"it has {len(text)}"
     if kind == "json_schema":

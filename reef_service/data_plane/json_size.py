@@ -8,11 +8,11 @@ _OTHERS = bytes(set(range(256)) - set(_KEPT))
 
 
 def more_values_than(raw: bytes, most: int) -> bool:
-    """Whether there are more than `most` members of arrays and objects, texts not looked into."""
+    """Return whether there are more than `most` members of arrays and objects, texts not looked into."""
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) <= most:
         return False
     # Without escapes every quote begins or ends a text. Pairs of backslashes go first: what is left of a run of them
-    # before a quote then says whether that is escaped.
+    # before a quote then shows whether that is escaped.
     plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _OTHERS)
     if plain.count(b'"') > 2 * most:
         return True

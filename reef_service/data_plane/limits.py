@@ -1,4 +1,4 @@
-"""What one client may ask for."""
+"""The limits bound what one client may ask for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Limits:
             raise bad_request(f"the prompt has {count} characters, which are more than {self.most} tokens in any case")
 
     def output_for(self, prompt: int, asked: int | None) -> int:
-        """How many tokens may be sampled. Raises ApiError 400 where there is no room for any."""
+        """Return how many tokens may be sampled. Raises ApiError 400 where there is no room for any."""
         if prompt < 1:
             raise bad_request("the prompt is empty")
         if prompt > self.prompt:

@@ -65,7 +65,7 @@ class DataPlane:
     def _anchors(self, request: TokenRequest) -> list[int]:
         """Where other prompts may leave this one, for models whose sliding windows must be kept there:
 
-            the turn before     another branch of the conversation begins behind it
+            the turn before     another branch of the conversation begins after it
             the last turn       what of it this prompt begins with, others of the session may begin with too
             the prompt's end    a retry, or another sample of this turn
 

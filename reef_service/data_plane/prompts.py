@@ -24,7 +24,10 @@ Check = Callable[[], None]  # raises where nobody waits any more
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What every API asks for besides the prompt. `session` "" means: of no conversation, a session of its own."""
+    """The fields hold what every API asks for in addition to the prompt.
+
+    An empty `session` means that the request belongs to no conversation and gets a session of its own.
+    """
 
     api: str
     session: str
@@ -82,13 +85,13 @@ async def from_messages(
         parent, prompt = None, await _encode(plane, text)
 
     def history(answer: Answer, tokens: list[int]) -> History:
-        told = {"role": "assistant", "content": answer.content}
+        reply = {"role": "assistant", "content": answer.content}
         if answer.calls:
-            told["tool_calls"] = m.normalise(
+            reply["tool_calls"] = m.normalise(
                 [{"role": "assistant", "tool_calls": [c.to_json() for c in answer.calls]}]
             )[0]["tool_calls"]
-        whole = [*messages, told]
-        return History("chat", len(whole), m.digests(whole, head)[-1])
+        conversation = [*messages, reply]
+        return History("chat", len(conversation), m.digests(conversation, head)[-1])
 
     parser = AnswerParser(
         reasoning=THINK in template.source,
@@ -114,8 +117,8 @@ async def from_text(plane: DataPlane, asked: Asked, text: str) -> TokenRequest:
         prompt = [*parent.tokens, *await _encode(plane, text[parent.history.length :])]
 
     def history(answer: Answer, tokens: list[int]) -> History:
-        whole = text + answer.raw
-        return History("text", len(whole), digest_of_text(whole))
+        full_text = text + answer.raw
+        return History("text", len(full_text), digest_of_text(full_text))
 
     return _request(plane, asked, prompt, parent, history, None)
 
@@ -160,7 +163,7 @@ async def _encode(plane: DataPlane, text: str, *, special: bool = False) -> list
 
 
 def _checked(plane: DataPlane, asked: Asked) -> Asked:
-    """What the engines can store, and the gateway's own bounds. All APIs come through here. Raises ApiError 400."""
+    """Return the request, checked against what engines can store and our own bounds, for all APIs. Raises ApiError 400."""
     if len(asked.stop) > plane.limits.stops:
         raise bad_request(f"{len(asked.stop)} stop texts; at most {plane.limits.stops} are taken", "stop")
     long = next((text for text in asked.stop if len(text) > plane.limits.stop_length), None)

@@ -39,7 +39,7 @@ def record_of(generation: Generation, *, session: str, label: str, temperature: 
 def record_without_answer(
     generation: Generation, *, session: str, label: str, temperature: float, reason: str
 ) -> RolloutRecord:
-    """What is known of a request whose engine never said its last word: the tokens so far, without provenance."""
+    """Record a request whose engine never finished its answer: the tokens so far, without provenance."""
     return RolloutRecord(
         receipt=generation.receipt,
         group=label or session,
@@ -69,9 +69,9 @@ def state_of(generation: Generation, *, abandoned: bool) -> TurnState:
 
 
 def clip(meta: Mapping[str, Any], prompt: int, count: int) -> dict[str, list[dict[str, Any]]]:
-    """Spans and segments over the first `count` output tokens: what lies behind a stop text isn't in the answer."""
+    """Spans and segments over the first `count` output tokens: what comes after a stop text isn't in the answer."""
     if not all(isinstance(meta.get(key), list) for key in (SAMPLED_SPANS_KEY, KV_PROVENANCE_KEY)):
-        return {}  # the record says what is missing
+        return {}  # the record names what is missing
     segments = [
         {
             **segment,

@@ -77,7 +77,7 @@ class Router:
 
 
 def block_hashes(prompt: Sequence[int]) -> list[int]:
-    """One number for each whole block, which stands for everything up to the block's end."""
+    """Return one number for each complete block; it stands for everything up to the block's end."""
     found, so_far = [], 0
     for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
         so_far = hash((so_far, tuple(prompt[start : start + BLOCK])))

@@ -60,7 +60,7 @@ class Sessions:
         return None
 
     def leaves(self, session: str, parent: str | None, prompt: Sequence[int]) -> list[int]:
-        """Where a prompt leaves the tokens of the turn that it goes on from, and of the session's last turn.
+        """Return where a prompt leaves the tokens of the turn that it goes on from, and of the session's last turn.
 
         Of tokens in memory only: what isn't there was asked for long ago.
         """
@@ -107,7 +107,7 @@ class Sessions:
 
 
 def common_prefix(one: array[int], other: array[int]) -> int:
-    """How many items two arrays begin with alike, by comparing halves, which costs no loop over items."""
+    """Return the length of two arrays' common prefix, by comparing halves, which costs no loop over items."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

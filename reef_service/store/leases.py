@@ -1,10 +1,10 @@
-"""Leases: trajectories given to a trainer until it says that it has trained on them, or until the lease runs out.
+"""Leases: trajectories given to a trainer until it acknowledges having trained on them, or until the lease runs out.
 
     given --ack--> trained, for good        given --ends_at passes, or release--> to be given again
 
 A trainer acknowledges after its own checkpoint is on the disk. If it dies before, the samples are given again; if it
 dies between checkpoint and acknowledgement, it acknowledges again when it is back: that is allowed any number of times,
-and refused only when the lease ran out and somebody else has been given a sample of it.
+and refused only when the lease ran out and another lease has a sample of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reef_service.store.schema import leases, trajectories
 from slime_backend.provenance.classes import CLASSES
 
 Key = tuple[str, int]  # session, number of the trajectory
-LOOK_AT = 4096  # trajectories that one request for whole groups looks at, oldest first
+LOOK_AT = 4096  # trajectories that one request for complete groups looks at, oldest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Wish:
     max_score: float | None = None
     classes: tuple[str, ...] = CLASSES
     oldest: int = 0  # publication; nothing that was sampled before it
-    group_size: int = 0  # > 0: whole groups of this many, by the label that clients gave
+    group_size: int = 0  # > 0: complete groups of this many, by the label that clients gave
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +127,16 @@ def _choose(connection: Connection, wish: Wish, now: float) -> list[Key]:
     if not wish.group_size:
         return [(row.session, row.number) for row in connection.execute(query.limit(wish.limit))]
     groups: defaultdict[str, list[Key]] = defaultdict(list)
-    whole: list[Key] = []
+    complete: list[Key] = []
     for row in connection.execute(query.where(t.label != "").limit(LOOK_AT)):
         group = groups[row.label]
         group.append((row.session, row.number))
         if len(group) == wish.group_size:
-            whole += group
+            complete += group
             groups[row.label] = []
-            if len(whole) == wish.limit * wish.group_size:
+            if len(complete) == wish.limit * wish.group_size:
                 break
-    return whole
+    return complete
 
 
 def _renew(connection: Connection, lease: Any, ends_at: float) -> Lease:

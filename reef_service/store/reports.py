@@ -1,4 +1,4 @@
-"""Reports: what an agent says of its turns. The same id twice is the same report, answered the same."""
+"""Reports: an agent's scores and texts for its turns. One sent twice under an id is stored once, answered the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reef_service.store.schema import reports, trajectories, turns
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """About turns (`receipts`), or about everything in a session so far."""
+    """A report is about turns (`receipts`), or about everything in a session so far."""
 
     id: str
     score: float | None = None

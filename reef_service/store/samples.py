@@ -106,13 +106,13 @@ def read_turn(connection: Connection, receipt: str) -> dict[str, Any] | None:
         return None
     plain = {k: v for k, v in row.items() if k not in ("prompt_ids", "output_ids", "logprobs", "provenance")}
     record = record_of(row)
-    data = {**record.to_json(), "segments": [segment.to_json() for segment in record.segments]}  # each context whole
+    data = {**record.to_json(), "segments": [segment.to_json() for segment in record.segments]}  # each context complete
     extra = ("prompt_ids", "output_ids", "logprobs", "spans", "segments", "prefills")
     return {**plain, **{k: data[k] for k in extra}}
 
 
 def read_counts(connection: Connection) -> dict[str, Any]:
-    """What the page and the metrics show of the store."""
+    """Count what the page and the metrics show of the store."""
     classes = _counted(connection, turns.c["class"])
     states = _counted(connection, turns.c.state)
     t = trajectories.c

@@ -94,7 +94,7 @@ reports = Table(
     "reports",
     tables,
     Column("id", String, primary_key=True),
-    Column("digest", String, nullable=False),  # of the whole report, to know a retry from another one
+    Column("digest", String, nullable=False),  # of the complete report, to know a retry from another one
     Column("body", Text, nullable=False),  # JSON
     Column("outcome", Text, nullable=False),  # JSON: what was answered
     Column("at", Double, nullable=False),

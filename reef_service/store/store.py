@@ -1,4 +1,4 @@
-"""The store as the gateway uses it: writes are on the disk when they return, reads happen beside them."""
+"""The store as the gateway uses it: writes are on the disk when they return, reads run at the same time."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Store:
         return await self.read(samples.read_counts)
 
     async def is_used(self, version: str) -> bool:
-        """Whether it is the name of a version that engines served."""
+        """Return whether engines served a version of this name."""
         return await self.read(lambda connection: samples.read_is_used(connection, version))
 
     async def publications(self, limit: int = 50) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ CONTINUABLE = ("complete", "spliced")  # the client holds exactly these tokens
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a conversation consists of up to some point: `length` items of `kind`, with this digest."""
+    """A history identifies a conversation up to some point: `length` items of `kind`, with this digest."""
 
     kind: str  # chat: messages; text: characters; ids: tokens
     length: int
@@ -51,7 +51,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a turn was put."""
+    """Placed describes where a turn was stored."""
 
     trajectory: int
     forked: bool  # it begins a trajectory although its session has others

@@ -77,7 +77,7 @@ class Writer:
         self._let_go()
 
     def _take(self) -> tuple[list[_Job], bool]:
-        """What is queued, at least one, and whether the writer is to stop after it."""
+        """Return what is queued, at least one job, and whether the writer is to stop after it."""
         found: list[_Job] = []
         while len(found) < MOST:
             try:
@@ -94,8 +94,10 @@ class Writer:
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        """On a connection that is kept while there is something to do: to fetch one from the pool, which looks whether
-        it is alive, and to hand it back takes longer than most of what is written."""
+        """Run a transaction on a connection that is kept while there is something to do.
+
+        To fetch one from the pool, which checks that it is alive, and to hand it back takes longer than most writes.
+        """
         if self._connection is None:
             self._connection = self._engine.connect()
         try:

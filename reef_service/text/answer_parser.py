@@ -2,9 +2,9 @@
 
     <think> reasoning </think> content <tool_call> {"name": ..., "arguments": {...}} </tool_call> ...
 
-This is the form of Qwen, Hermes and those who follow them; the gateway uses it where the model's chat template writes
-these tags. A tool call is given whole, once it is closed. What looks like one and isn't JSON with a name is content, as
-it stands: nothing that a model wrote is lost.
+This is the form of Qwen, Hermes and the models that follow them; the gateway uses it where the model's chat template
+writes these tags. A tool call is given complete, once it is closed. What looks like one and isn't JSON with a name is
+content, as it stands: nothing that a model wrote is lost.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class AnswerParser:
         return True
 
     def _no_call(self, found: list[Piece], text: str) -> None:
-        """What began like a call is content, as it stands."""
+        """Give what began like a call as content, unchanged."""
         self._mode, self._trim = "content", False
         self._give(found, self._blanks + CALL + text)
 

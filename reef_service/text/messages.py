@@ -1,4 +1,4 @@
-"""Messages in the one form that templates take and histories are told by.
+"""Messages in the one form that templates take and histories are identified by.
 
 {"role": ..., "content": text, "reasoning_content": ..., "tool_calls": [{"function": {"name", "arguments": {}}}], ...}
 """
@@ -84,19 +84,19 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def digests(messages: Sequence[Mapping[str, Any]], head: Any) -> list[str]:
-    """Entry n stands for the first n messages behind `head` (tools and whatever else the prompt begins with).
+    """Entry n stands for the first n messages after `head` (tools and whatever else the prompt begins with).
 
     What a client may drop or rename when it hands an answer back is left out: reasoning, the ids of calls.
     """
     state = hashlib.sha256(_json(head))
     found = [state.hexdigest()]
     for message in messages:
-        state.update(b"\0" + _json(_told(message)))
+        state.update(b"\0" + _json(_identity(message)))
         found.append(state.hexdigest())
     return found
 
 
-def _told(message: Mapping[str, Any]) -> list[Any]:
+def _identity(message: Mapping[str, Any]) -> list[Any]:
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", ())]
     return [message["role"], message["content"] or "", calls]
 

@@ -82,11 +82,11 @@ class ModelTokenizer:
         return ids
 
     def _encoded(self, text: str, special: bool) -> Encoding:
-        """Without offsets, which take longer than the tokens; other threads run meanwhile."""
+        """Encode without offsets, which take longer than the tokens; other threads run meanwhile."""
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Without special tokens, but with the tags of an answer."""
+        """Decode without special tokens, but with the tags of an answer."""
         text: str = self._tokenizer.decode([i for i in ids if i not in self._hidden], skip_special_tokens=False)
         return text
 
@@ -104,14 +104,14 @@ class ModelTokenizer:
 
 
 def _embedded(directory: Path) -> int | None:
-    """How many token ids the model knows. Often more than its tokenizer does, and it may sample any of them."""
+    """Return how many token ids the model knows; often more than its tokenizer does, and it may sample any of them."""
     config = _read(directory / "config.json")
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return size if isinstance(size, int) else None
 
 
 class TextStream:
-    """Token ids to text as they come; a character that is not yet whole waits.
+    """Token ids to text as they come; an incomplete character waits.
 
     What came out in pieces equals what comes out at once.
     """

@@ -88,7 +88,7 @@ def test_openai_stream_helper(tmp_path, run_async):
 @pytest.mark.parametrize("stream", [False, True])
 def test_openai_completions(tmp_path, run_async, stream, incremental):
     async def work():
-        engine = {"incremental": incremental, "token_s": 0.0}  # so many tokens come together, behind the stop text too
+        engine = {"incremental": incremental, "token_s": 0.0}  # so many tokens come together, after the stop text too
         made = gateway_on(tmp_path, "abc\u00e9|defghijklmnopqrstuvwxyz", **engine)
         async with made as (client, _, _), openai_client(client) as api:
             found = await api.completions.create(model="m", prompt="x", max_tokens=50, stop=["|"], stream=stream)

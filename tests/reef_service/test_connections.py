@@ -79,21 +79,21 @@ def test_headers_are_bounded(tmp_path, run_async, head):
         async with gateway_on(tmp_path, "yes") as (client, _, _):
             first = b"" if head.startswith(b"GET") else b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
             reader, _ = await opened(client, first + head)
-            told = await asyncio.wait_for(reader.read(), 30)
+            answer = await asyncio.wait_for(reader.read(), 30)
             fits = b"X-A: " + b"a" * (MAX_HEAD - 1000) + b"\r\n\r\n"
             reader, _ = await opened(client, b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + fits)
-            return told, await reader.readline()
+            return answer, await reader.readline()
 
-    told, fine = run_async(work())
-    assert told.startswith(b"HTTP/1.1 431 ")
+    answer, fine = run_async(work())
+    assert answer.startswith(b"HTTP/1.1 431 ")
     assert b" 200 " in fine
 
 
-@pytest.mark.parametrize("behind", [b"0\r\n" + b"X-A: b\r\n" * 40_000, b"0\r\nX-A: " + b"a" * 300_000])
-def test_trailers_are_bounded(tmp_path, run_async, behind):
+@pytest.mark.parametrize("trailers", [b"0\r\n" + b"X-A: b\r\n" * 40_000, b"0\r\nX-A: " + b"a" * 300_000])
+def test_trailers_are_bounded(tmp_path, run_async, trailers):
     async def work():
         async with gateway_on(tmp_path, "yes") as (client, _, _):
-            reader, _ = await opened(client, HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n" + behind)
+            reader, _ = await opened(client, HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n" + trailers)
             return await asyncio.wait_for(reader.readline(), 30)
 
     assert b" 431 " in run_async(work())

@@ -18,9 +18,9 @@ def gateway_on_engine(engine, sources, tiny_model, tmp_path):
     return gateway_on_fleet(engine, tiny_model, tmp_path, prepare=lambda client: load(client, sources["a"], tmp_path))
 
 
-def chat(*said, **more):
+def chat(*texts, **more):
     roles = ["user", "assistant"]
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
     return {"messages": messages, "max_tokens": 40, "ignore_eos": True, **more}
 
 
@@ -36,8 +36,8 @@ def test_sessions_publications_and_clients_that_leave_hold_under_audit(
         async with gateway_on_engine(engine, sources, tiny_model, tmp_path) as (client, gateway):
             status, first = await client.post("/v1/chat/completions", chat(question), x_reef_session="s")
             assert status == 200, first
-            said = first["choices"][0]["message"]["content"]
-            _, second = await client.post("/v1/chat/completions", chat(question, said, "and?"), x_reef_session="s")
+            reply = first["choices"][0]["message"]["content"]
+            _, second = await client.post("/v1/chat/completions", chat(question, reply, "and?"), x_reef_session="s")
 
             leaves = {**chat(question), "max_tokens": ENDLESS, "stream": True}
             reader, writer = await client.send("POST", "/v1/chat/completions", leaves, x_reef_session="left")

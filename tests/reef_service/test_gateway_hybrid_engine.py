@@ -1,6 +1,6 @@
 """The gateway in front of a real engine with sliding-window layers: branches of a session reuse what they share.
 
-A window is kept where the gateway says that other prompts will leave this one. The control asks the same of the same
+A window is kept where the gateway marks that other prompts will leave this one. The control asks the same of the same
 engine with an empty list of anchors in the request, which the gateway passes on as it is.
 """
 
@@ -73,20 +73,20 @@ async def gateway_on_hybrid(hybrid, tmp_path):
 
 @pytest.mark.parametrize("anchored", [True, False], ids=["with anchors", "without"])
 def test_branches_behind_a_turn_after_a_publication(hybrid, tmp_path, run_async, anchored):
-    """After a publication the first branch computes everything anew; the others reuse the turn that they go on from."""
+    """After a publication the first branch computes everything; the others reuse the turn that they go on from."""
 
     async def work():
         async with gateway_on_hybrid(hybrid, tmp_path) as (client, control):
             session = Session(client, anchored)
             turn, first = await session.ask(text(600))
             await control.flush()
-            _, anew = await session.ask(turn + text(300))
+            _, recomputed = await session.ask(turn + text(300))
             branches = [(await session.ask(turn + text(300)))[1] for _ in range(3)]
-            return len(turn), first, anew, branches
+            return len(turn), first, recomputed, branches
 
-    turn, first, anew, branches = run_async(work(), 120)
+    turn, first, recomputed, branches = run_async(work(), 120)
     print(f"of {turn} shared tokens the branches found {branches}")
-    assert (first, anew) == (0, 0)
+    assert (first, recomputed) == (0, 0)
     assert branches[0] == (turn if anchored else 0)
     if anchored:
         assert branches == [turn] * 3
@@ -102,9 +102,9 @@ def test_a_conversation_that_was_cut_and_gone_on_with_elsewhere(hybrid, tmp_path
             head = text(500)
             await session.ask(head + text(200))
             await control.flush()
-            _, anew = await session.ask(head + text(200))
-            return anew, (await session.ask(head + text(200)))[1]
+            _, recomputed = await session.ask(head + text(200))
+            return recomputed, (await session.ask(head + text(200)))[1]
 
-    anew, found = run_async(work(), 120)
+    recomputed, found = run_async(work(), 120)
     print(f"of 500 shared tokens {found} were found")
-    assert (anew, found) == (0, 500 if anchored else 0)
+    assert (recomputed, found) == (0, 500 if anchored else 0)

@@ -76,7 +76,7 @@ def store_of(directory):
 
 
 def look_up(load: Load, directory: Path) -> int:
-    """Every answer, report and lease that was acknowledged so far is in the store as it was told; how many."""
+    """Check that every acknowledged answer, report and lease is in the store as it was answered; return how many."""
 
     def rows(connection):
         found = (
@@ -141,9 +141,9 @@ def test_nothing_acknowledged_is_lost(tmp_path, run_async):
     with store_of(tmp_path) as store:
 
         async def retry():
-            for identity, receipt in load.reports.items():  # told the same again, by the whole way in
-                told = await store.add_report(Report(identity, 1.0, receipts=(receipt,)))
-                assert told == {"id": identity, "trajectories": 1, "late": []}
+            for identity, receipt in load.reports.items():  # answered the same again, through all layers
+                answered = await store.add_report(Report(identity, 1.0, receipts=(receipt,)))
+                assert answered == {"id": identity, "trajectories": 1, "late": []}
             for lease, samples in load.given.items():
                 try:  # acknowledged or not, it is there, and still its holder's
                     assert await store.ack(lease) == len(samples)

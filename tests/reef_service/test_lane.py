@@ -39,7 +39,7 @@ JSON = "Content-Type: application/json"
 
 
 @pytest.mark.parametrize(
-    ("content", "header", "told"),
+    ("content", "header", "message"),
     [
         (b'{"input_ids": [1]', JSON, "body: Invalid JSON"),
         (b"", JSON, "body: Invalid JSON"),
@@ -50,7 +50,7 @@ JSON = "Content-Type: application/json"
         (b'{"input_ids": [1]}', "X: y", "content-type is ''; send JSON"),
     ],
 )
-def test_what_is_no_request_is_refused_in_one_line(tmp_path, run_async, content, header, told):
+def test_what_is_no_request_is_refused_in_one_line(tmp_path, run_async, content, header, message):
     async def work():
         async with gateway_on(tmp_path) as (client, _, fakes):
             answer = await raw_post(client, "/generate", content, header)
@@ -58,7 +58,7 @@ def test_what_is_no_request_is_refused_in_one_line(tmp_path, run_async, content,
             return answer
 
     status, body = run_async(work())
-    assert (status, told in body) == (400, True), body
+    assert (status, message in body) == (400, True), body
 
 
 def test_any_json_type_will_do(tmp_path, run_async):

@@ -1,4 +1,4 @@
-"""Large requests: refused before they are worked on where they can't fit, else worked on beside the event loop."""
+"""Large requests: refused before they are worked on where they can't fit, else worked on outside the event loop."""
 
 from __future__ import annotations
 

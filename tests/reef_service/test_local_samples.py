@@ -55,7 +55,7 @@ def test_what_a_trajectory_did_not_sample_is_not_learnt(tiny_model):
 
 
 def trajectory(*sampled):
-    """Of turns of two tokens each, behind each other, sampled as given: (temperature, parameters)."""
+    """Make a sample of turns of two tokens each, one after another, sampled as given: (temperature, parameters)."""
     turns = []
     tokens = [1, 2, 3]
     for number, (temperature, sampling) in enumerate(sampled):

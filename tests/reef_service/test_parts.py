@@ -126,7 +126,7 @@ def test_prompts_go_where_their_beginning_was(fleet):
     fleet.members[first].in_flight = 3
     assert choose(router, [*one, 7]) == first
     assert choose(router, other) != first  # least to do
-    assert choose(router, one[: BLOCK - 1]) != first  # not a whole block in common
+    assert choose(router, one[: BLOCK - 1]) != first  # not a complete block in common
 
 
 def test_a_publication_empties_what_is_remembered(fleet):
@@ -183,13 +183,13 @@ def test_pieces_of_text_add_up_to_the_whole(tokenizer):
     for _ in range(50):
         text = "".join(rng.choice("aé€😀\n ") for _ in range(30))
         ids = tokenizer.encode(text) + [rng.randrange(256) for _ in range(rng.randrange(4))]
-        stream, said, rest = TextStream(tokenizer), "", list(ids)
+        stream, text, rest = TextStream(tokenizer), "", list(ids)
         while rest:
             size = rng.randrange(1, 4)
-            said += stream.push(rest[:size])
+            text += stream.push(rest[:size])
             rest = rest[size:]
-        said += stream.push((), last=True)
-        assert said == tokenizer.decode(ids)
+        text += stream.push((), last=True)
+        assert text == tokenizer.decode(ids)
 
 
 CONVERSATIONS = [
@@ -354,13 +354,13 @@ def test_a_record_that_is_cut_at_a_stop_text_still_holds(count):
     from slime_backend.provenance.records import RolloutRecord
     from tests.reef_service.examples import turn
 
-    whole = turn("r", output=range(10), versions=("v0", "v1", "v2")).record.to_json()
-    assert why_inconsistent(RolloutRecord.from_json({**whole, "output_ids": [1], "logprobs": [-1.0]}))  # the control
-    cut = clip({"weight_versions": whole["spans"], "kv_provenance": whole["segments"]}, 3, count)
+    record = turn("r", output=range(10), versions=("v0", "v1", "v2")).record.to_json()
+    assert why_inconsistent(RolloutRecord.from_json({**record, "output_ids": [1], "logprobs": [-1.0]}))  # the control
+    cut = clip({"weight_versions": record["spans"], "kv_provenance": record["segments"]}, 3, count)
     kept = {
-        **whole,
-        "output_ids": whole["output_ids"][:count],
-        "logprobs": whole["logprobs"][:count],
+        **record,
+        "output_ids": record["output_ids"][:count],
+        "logprobs": record["logprobs"][:count],
         "spans": cut["weight_versions"],
         "segments": cut["kv_provenance"],
     }

@@ -1,7 +1,7 @@
 """Publications in quick succession under streaming clients: nobody sees an error, and every span is true.
 
 Engines and gateway have processes of their own, as in life; this one asks and publishes, by the clock. The fake engines
-say in `truth` which weights were really in memory for each token; of the real one, every answer is recomputed.
+record in `truth` which weights were really in memory for each token; of the real one, every answer is recomputed.
 REEF_GATEWAY_SECONDS=300 and REEF_GATEWAY_CLIENTS=64 for the long form.
 """
 

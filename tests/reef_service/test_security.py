@@ -69,13 +69,13 @@ def test_no_secret_in_logs_store_or_answers(tmp_path, run_async, tokens, caplog)
 
     async def work():
         async with gateway_on(tmp_path, "yes", config=tokens) as (client, gateway, _):
-            said = []
+            answers = []
             for token in (AGENT, ADMIN, "wrong-but-secret-all-the-same"):
                 for path in ("/v1/chat/completions", "/reef/batches", "/reef/nothing"):
-                    said.append(str(await client.call("POST", path, CHAT, authorization=f"Bearer {token}")))
-            said.append(str(await client.get("/metrics", authorization=f"Bearer {ADMIN}")))
-            said.append(json.dumps(await gateway.state()))
-            return said
+                    answers.append(str(await client.call("POST", path, CHAT, authorization=f"Bearer {token}")))
+            answers.append(str(await client.get("/metrics", authorization=f"Bearer {ADMIN}")))
+            answers.append(json.dumps(await gateway.state()))
+            return answers
 
     texts = [*run_async(work()), caplog.text]
     texts += [path.read_bytes().decode("latin-1") for path in tmp_path.glob("gateway.sqlite*")]

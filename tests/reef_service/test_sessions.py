@@ -10,9 +10,9 @@ from tests.reef_service.harness import gateway_on
 RAW = [250, 250, 256]
 
 
-def chat(*said, max_tokens=50, **more):
+def chat(*texts, max_tokens=50, **more):
     roles = ["user", "assistant"]
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
     return {"messages": messages, "max_tokens": max_tokens, **more}
 
 
@@ -33,8 +33,8 @@ def test_a_chat_goes_on_token_by_token(tmp_path, run_async):
         async with gateway_on(tmp_path, answer=lambda ids: list(RAW)) as (client, gateway, _):
             api = Api(client, gateway.store)
             first, one = await api.ask("/v1/chat/completions", chat("hi"))
-            said = first["choices"][0]["message"]["content"]
-            _, two = await api.ask("/v1/chat/completions", chat("hi", said, "more"))
+            reply = first["choices"][0]["message"]["content"]
+            _, two = await api.ask("/v1/chat/completions", chat("hi", reply, "more"))
             return one, two, gateway.plane.tokenizer
 
     one, two, tokenizer = run_async(work())
@@ -53,8 +53,8 @@ def test_without_a_session_a_chat_is_tokenised_anew(tmp_path, run_async):
         async with gateway_on(tmp_path, answer=lambda ids: list(RAW)) as (client, gateway, _):
             api = Api(client, gateway.store)
             first, one = await api.ask("/v1/chat/completions", chat("hi"), session="")
-            said = first["choices"][0]["message"]["content"]
-            _, two = await api.ask("/v1/chat/completions", chat("hi", said, "more"), session="")
+            reply = first["choices"][0]["message"]["content"]
+            _, two = await api.ask("/v1/chat/completions", chat("hi", reply, "more"), session="")
             return one, two
 
     one, two = run_async(work())
@@ -156,13 +156,13 @@ def test_a_restarted_gateway_goes_on_with_a_session(tmp_path, run_async):
             answer, turn = await Api(client, gateway.store).ask("/v1/chat/completions", chat("hi"))
             return answer["choices"][0]["message"]["content"], turn
 
-    async def second(said):
+    async def second(reply):
         async with gateway_on(tmp_path, answer=lambda ids: list(RAW)) as (client, gateway, _):
-            _, turn = await Api(client, gateway.store).ask("/v1/chat/completions", chat("hi", said, "more"))
+            _, turn = await Api(client, gateway.store).ask("/v1/chat/completions", chat("hi", reply, "more"))
             return turn
 
-    said, one = run_async(first())
-    two = run_async(second(said))
+    reply, one = run_async(first())
+    two = run_async(second(reply))
     assert two["parent"] == one["receipt"]
 
 
@@ -189,9 +189,9 @@ def test_on_hybrid_models_anchors_stand_where_other_prompts_leave_this_one(tmp_p
             api = Api(client, gateway.store)
             head = range(1, 101)
             _, one = await api.ask("/generate", ids(*head))
-            said = [*one["prompt_ids"], *one["output_ids"]]
-            await api.ask("/generate", ids(*said, 5, 5, 5))  # goes on behind token 102
-            await api.ask("/generate", ids(*said, 6, 6))  # a branch
+            reply = [*one["prompt_ids"], *one["output_ids"]]
+            await api.ask("/generate", ids(*reply, 5, 5, 5))  # goes on after token 102
+            await api.ask("/generate", ids(*reply, 6, 6))  # a branch
             await api.ask("/generate", ids(*head[:60], 9, 9, 9))  # edited: no turn's continuation
             await api.ask("/generate", ids(*head, 5), session="")
             own = ids(*head)

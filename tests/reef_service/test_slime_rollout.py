@@ -78,7 +78,7 @@ def test_a_step_takes_whole_groups_and_acknowledges_the_step_before(tmp_path, ru
 
 
 def test_with_checkpoints_only_what_is_saved_is_acknowledged(tmp_path, run_async, slime):
-    """A trainer that dies before its checkpoint gets the same samples again; one that dies behind it, others."""
+    """A trainer that dies before its checkpoint gets the same samples again; one that dies after it, others."""
     saves = tmp_path / "ckpt"
     saves.mkdir()
 

@@ -117,8 +117,8 @@ def test_of_two_turns_alike_the_later_one_goes_on(tmp_path, run_async):
             for _ in range(2):
                 await client.post("/v1/chat/completions", CHAT, x_reef_session="s")
             asked: Any = CHAT["messages"]
-            said = [*asked, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
-            await client.post("/v1/chat/completions", {**CHAT, "messages": said}, x_reef_session="s")
+            messages = [*asked, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
+            await client.post("/v1/chat/completions", {**CHAT, "messages": messages}, x_reef_session="s")
             turns = [r for r in gateway.store.records() if r.session == "s"]
             found = [await gateway.store.turn(r.receipt) for r in sorted(turns, key=lambda r: r.finished_at)]
             return [turn["receipt"] for turn in found], found[-1]["parent"]

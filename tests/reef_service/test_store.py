@@ -76,7 +76,7 @@ def test_it_is_there_after_reopening_and_nobody_else_may_open_it(store_url, run_
 def test_turns_of_a_conversation_are_one_sample(store, run_async):
     async def work():
         await store.add_turn(turn("a", prompt=(1, 2), output=(10, 11)))
-        # 3 and 4 are what the user said in between
+        # 3 and 4 are what the user wrote in between
         placed = await store.add_turn(turn("b", prompt=(1, 2, 10, 11, 3, 4), output=(12,), parent="a", at=2.0))
         assert placed.trajectory == 0
         await store.add_report(Report("r", 0.5, session="s"))
@@ -144,7 +144,7 @@ def test_a_session_goes_on_behind_a_turn_of_unknown_class(store, run_async):
 
     async def work():
         await store.add_turn(turn("a", prompt=(1,), output=(10,), state="spliced"))
-        behind = await store.add_turn(turn("b", prompt=(1, 10, 2), output=(11,), parent="a", at=2.0))
+        after = await store.add_turn(turn("b", prompt=(1, 10, 2), output=(11,), parent="a", at=2.0))
         await store.add_turn(turn("c", session="t", prompt=(1,), output=(10,)))
         before = await store.add_turn(
             turn("d", session="t", prompt=(1, 10, 2), output=(11,), parent="c", at=3.0, state="spliced")
@@ -152,10 +152,10 @@ def test_a_session_goes_on_behind_a_turn_of_unknown_class(store, run_async):
         for session in "st":
             await store.add_report(Report(f"r{session}", 1.0, session=session))
         kept = [(await store.turn(receipt))["output_ids"] for receipt in "abcd"]
-        return behind, before, kept, await store.lease(Wish())
+        return after, before, kept, await store.lease(Wish())
 
-    behind, before, kept, lease = run_async(work())
-    assert (behind.trajectory, behind.forked) == (before.trajectory, before.forked) == (0, False)
+    after, before, kept, lease = run_async(work())
+    assert (after.trajectory, after.forked) == (before.trajectory, before.forked) == (0, False)
     assert [list(ids) for ids in kept] == [[10], [11], [10], [11]]
     assert lease.samples == ()
 

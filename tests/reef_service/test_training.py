@@ -58,13 +58,13 @@ def test_groups_and_classes_and_scores(tmp_path, run_async):
         async with gateway_on(tmp_path, "yes") as (client, _, _):
             for i, group in enumerate(("q", "q", "z")):
                 await scored(client, i, i / 2, x_reef_group=group)
-            whole = (await client.post("/reef/batches", {"group_size": 2}))[1]
+            groups = (await client.post("/reef/batches", {"group_size": 2}))[1]
             none = (await client.post("/reef/batches", {"rollout_class": ["carried"]}))[1]
             high = (await client.post("/reef/batches", {"min_score": 0.9}))[1]
-            return whole, none, high
+            return groups, none, high
 
-    whole, none, high = run_async(work())
-    assert [s["group"] for s in whole["samples"]] == ["q", "q"]
+    groups, none, high = run_async(work())
+    assert [s["group"] for s in groups["samples"]] == ["q", "q"]
     assert (none["lease"], none["samples"]) == (None, [])
     assert [s["score"] for s in high["samples"]] == [1.0]
 

@@ -69,10 +69,10 @@ def test_a_killed_engine_is_back(tiny_model, tmp_path):
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert len(json.load(answer)["output_ids"]) == 4
         assert not set(before) & set(schedulers(mark))
-        told = log.read_text()
-        assert "engine0 has ended; the last lines of" in told
-        assert "engine0 is started again (1 of 3)" in told
-        assert "engine0 is back and was admitted again" in told
+        text = log.read_text()
+        assert "engine0 has ended; the last lines of" in text
+        assert "engine0 is started again (1 of 3)" in text
+        assert "engine0 is back and was admitted again" in text
     finally:
         process.send_signal(signal.SIGTERM)
         try:
