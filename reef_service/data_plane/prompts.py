@@ -163,7 +163,7 @@ async def _encode(plane: DataPlane, text: str, *, special: bool = False) -> list
 
 
 def _checked(plane: DataPlane, asked: Asked) -> Asked:
-    """Return the request, checked against what engines can store and our own bounds, for all APIs. Raises ApiError 400."""
+    """Return the request, checked against what engines can store and our own bounds. Raises ApiError 400."""
     if len(asked.stop) > plane.limits.stops:
         raise bad_request(f"{len(asked.stop)} stop texts; at most {plane.limits.stops} are taken", "stop")
     long = next((text for text in asked.stop if len(text) > plane.limits.stop_length), None)
