@@ -78,8 +78,8 @@ def why_not_updated(at_pause: Reports, after: Reports, *, counted: bool = True) 
     each rank carried out every update since `at_pause`, and that all tensor ranks are in the same epoch. `counted`:
     there must have been an update at all.
 
-    A failed update is no reason where the rank that answers counted it too, since the sender was told and sent again,
-    and where the last one was carried out.
+    A failed update is no reason where the rank that answers counted it too, since the sender heard and sent again, and
+    where the last one was carried out.
     """
     reasons = why_not_same(at_pause, after)
     for number, (before, report) in enumerate(zip(at_pause, after, strict=False)):

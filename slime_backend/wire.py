@@ -56,7 +56,7 @@ def _flat(value: KvEvidence | Loads) -> dict[str, Any]:
     return {name: getattr(value, name) for name in _field_names(value.__class__)}  # type: ignore[arg-type]
 
 
-@cache  # a fleet's reports are read while its engines stand still
+@cache  # a fleet's reports are read while its engines are paused
 def _field_names(cls: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(cls))
 

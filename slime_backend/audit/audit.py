@@ -84,7 +84,7 @@ class AuditResult:
         return cls(**{**known, "verdict": Conclusion(**verdict) if verdict else None})
 
     def summary(self) -> dict[str, Any]:
-        """For `summary.json`: violations counted, their receipts beside, and no histograms."""
+        """For `summary.json`: violations counted, with their receipts, and no histograms."""
         data = {key: value for key, value in self.to_json().items() if key != "differences"}
         return {**data, "violations": len(self.violations), "violated": [v.receipt for v in self.violations]}
 

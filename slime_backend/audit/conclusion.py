@@ -15,7 +15,7 @@ from typing import Literal
 from slime_backend.audit.sampling import Plan
 
 Outcome = Literal["clean", "contaminated", "not enough samples"]
-ONE_IN = 20  # the contamination that an audit must find unless it is told otherwise
+ONE_IN = 20  # the contamination that an audit must find unless it is asked for another
 
 
 @dataclass(frozen=True, slots=True)

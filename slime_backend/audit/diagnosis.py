@@ -1,6 +1,6 @@
 """What would explain a rollout that doesn't hold: other claims are scored, and the one that fits names the fault.
 
-    wrong label                 another version did all that this one is said to have done
+    wrong label                 another version did all that this one is claimed to have done
     stale prefix                the prompt tokens found in the radix cache were another version's, or of two others
     carried, not recomputed     KV was kept across a publication; the record says that it was computed again
     recomputed, not carried     the other way round
@@ -35,7 +35,7 @@ Fault = Literal[
 ]
 MIXES = 2000
 ENDS = 3  # of cache entries, the most frequent ones
-NEAREST = 4  # versions to try beside the claimed one
+NEAREST = 4  # versions to try besides the claimed one
 FITS = 0.1  # of the tolerance: such a fit ends the search
 
 Segments = tuple[KvSegment, ...]
@@ -138,16 +138,16 @@ def claims(record: RolloutRecord, scorer: Scorer, ends: Sequence[int] = ()) -> I
             text = f"the {cached} cached tokens that it calls {version}'s had been computed by {who}"
             segments = tuple(_with_prefix(s, version, prefix) for s in record.segments)
             yield Hypothesis("stale prefix", text, segments)
-    kept, anew = as_carried(record.segments), tuple(as_recomputed(s) for s in record.segments)
+    kept, recomputed = as_carried(record.segments), tuple(as_recomputed(s) for s in record.segments)
     if kept != record.segments:
         text = f"the KV of {record.segments[0].version} was kept across the publication"
         yield Hypothesis("carried, not recomputed", text, kept)
-    if anew != record.segments:
-        yield Hypothesis("recomputed, not carried", "each version computed all the KV that it sampled from", anew)
+    if recomputed != record.segments:
+        yield Hypothesis("recomputed, not carried", "each version computed all the KV that it sampled from", recomputed)
 
 
 def prefixes(version: str, cached: int, ends: Sequence[int], known: Sequence[str]) -> Iterator[tuple[Span, ...]]:
-    """Who else may have computed `cached` tokens that are said to be `version`'s: one other version; or one up to where
+    """Who else may have computed `cached` tokens claimed to be `version`'s: one other version; or one up to where
     an entry ends, and behind it a second, or `version` itself."""
     others = nearest(version, known)
     for first in others:
@@ -201,7 +201,7 @@ def _renamed(segment: KvSegment, claimed: str, other: str) -> KvSegment:
 
 
 def _with_prefix(segment: KvSegment, version: str, prefix: Sequence[Span]) -> KvSegment:
-    """`prefix` on the first positions, where they are said to be `version`'s."""
+    """`prefix` on the first positions, where they are claimed to be `version`'s."""
     if segment.context[0].version != version:
         return segment
     length = prefix[-1].end

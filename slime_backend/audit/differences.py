@@ -1,7 +1,7 @@
 """How far recomputed log-probs are from recorded ones: a histogram of constant size, whatever the number of tokens.
 
 An honest engine and a fault are decades apart, so the bins are equal steps of log10: ten to a decade. A quantile is the
-upper edge of its bin (at most the largest value), so it is never told too small and at most 26 % too large. Pure.
+upper edge of its bin (at most the largest value), so it is never given too small and at most 26 % too large. Pure.
 """
 
 from __future__ import annotations

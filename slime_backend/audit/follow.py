@@ -1,4 +1,4 @@
-"""The audit beside a run that still goes on: follows its ledger, and ends with it.
+"""The audit of a run that still goes on: follows its ledger, and ends with it.
 
     every POLL_S   new rollouts of the ledger -> those of the sample are checked -> audit.json
     the end        the run's writer is gone and nothing is left to check;
@@ -36,7 +36,7 @@ SAVE_S = 5.0  # between two states of the file
 
 @dataclass(slots=True)
 class Ending:
-    """When to stop. Pure: told what was seen, and when.
+    """Decides when to stop. Pure: it is given what was seen, and when.
 
     A run has begun once somebody was seen to write it, or left rollouts; it has ended when nobody writes it anymore.
     """

@@ -33,7 +33,7 @@ class WeightsGoneError(ReefError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Where `version` is said to have computed, these tensors were those of `other`: an update that came in part."""
+    """Where `version` is claimed to have computed, these tensors were those of `other`: an update that came in part."""
 
     version: str
     other: str
@@ -155,7 +155,7 @@ class Scorer:
             yield span, forward
 
     def _reused(self, span: Span, tokens: Sequence[int], first: int) -> tuple[Any, int]:
-        """KV that is there already, and how many positions. The position whose logits are needed is computed anew."""
+        """KV that is there already, and how many positions. The position whose logits are needed is computed again."""
         prefix = self._prefixes.get(span.version)
         length = prefix.shared_with(tokens, min(span.end - 1, first)) if prefix else 0
         return (prefix.cache(length), length) if prefix and length else (DynamicCache(), 0)

@@ -49,7 +49,7 @@ class Connection(asyncio.Protocol):
         self.complete = True  # nothing is expected before the first request
 
     def send(self, request: bytes, *, bodiless: bool = False) -> None:
-        """Send a request. `bodiless`: it is a HEAD, whose answer has no body, whatever the headers say."""
+        """Send a request. `bodiless`: it is a HEAD, whose answer has no body, whatever the headers state."""
         self._expect_answer(bodiless)
         self._transport.write(request)
 
@@ -227,7 +227,7 @@ class Connection(asyncio.Protocol):
         self._keep_alive = self._parser.should_keep_alive()
         self._until_end = not ("content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower())
         if self._bodiless:
-            # The parser can't be told that no body follows, so this is its last answer.
+            # The parser has no way to know that no body follows, so this is its last answer.
             self.complete, self._keep_alive = True, False
 
     def on_body(self, body: bytes) -> None:

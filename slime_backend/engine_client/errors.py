@@ -52,7 +52,7 @@ class EngineUncalled(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine answered and said no.
+    """The engine answered and refused.
 
     `status` is the HTTP status, None for a refusal inside an answer 200. `retry_after_s` is what the header Retry-After
     asks for, where it is given in seconds.

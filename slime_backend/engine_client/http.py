@@ -209,8 +209,8 @@ class HttpChannel:
                 lambda: Connection(loop), self._host, self._port, ssl=self._secure or None
             )
         except OSError as error:
-            told = f"no connection ({error.strerror or error})"
-            raise (LocalResourceError(told) if is_local(error) else NoConnection(told)) from error
+            seen = f"no connection ({error.strerror or error})"
+            raise (LocalResourceError(seen) if is_local(error) else NoConnection(seen)) from error
         return connection
 
     def close(self) -> None:

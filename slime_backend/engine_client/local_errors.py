@@ -1,4 +1,4 @@
-"""What this process or this machine lacks, told apart from what the other end of a connection did.
+"""What this process or this machine lacks, as distinct from what the other end of a connection did.
 
     no descriptor (EMFILE, ENFILE), no memory (ENOMEM, ENOBUFS), no free port to connect from (EADDRNOTAVAIL)
 

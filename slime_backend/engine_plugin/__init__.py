@@ -16,7 +16,7 @@ the one to refuse.
     retract_frees  retract_frees.py   gives the KV slots of all retracted requests back at once
     retract_flush  retract_flush.py   lets a flush through after a retract pause, where SGLang refuses it
     grammar_flush  grammar_flush.py   lets a flush through while requests wait for their grammars
-    sampled_spans  sampled_spans.py   meta_info: which weights sampled each token, where SGLang doesn't say
+    sampled_spans  sampled_spans.py   meta_info: which weights sampled each token, where SGLang doesn't report it
     hook_switch    hook_switch.py     takes the others out of a running engine and puts them back, for a bench
 """
 

@@ -29,7 +29,7 @@ LAST_BOUNDARIES = 4
 MIN_BOUNDARY = 32  # the first message begins some tokens in; to compute those again costs less than to look them up
 MAX_GRID = 4
 MIN_GRID_STEP = 1024
-# A guess must not push out what others told us to keep: at 6000 slots and a window of 128 there is no grid at all.
+# A guess must not push out what others asked to keep: at 6000 slots and a window of 128 there is no grid at all.
 GRID_SHARE = 64
 
 
@@ -97,13 +97,13 @@ class Planner:
     def plan(self, ids: Sequence[int], custom_params: Any) -> tuple[int, ...]:
         """Anchors of a prompt, ascending, in whole pages. A malformed hint counts as none: see `hint`."""
         try:
-            told = hint(custom_params)
+            asked = hint(custom_params)
         except AnchorError:
-            told = []  # the HTTP process refuses it; a request that came another way must not end the scheduler
+            asked = []  # the HTTP process refuses it; a request that came another way must not end the scheduler
         found = []
         if len(ids) > MIN_BOUNDARY:
             found = [position for position in boundaries(ids, self.marks) if position >= MIN_BOUNDARY]
         if len(found) > FIRST_BOUNDARIES + LAST_BOUNDARIES:
             found = found[:FIRST_BOUNDARIES] + found[-LAST_BOUNDARIES:]
-        wanted = (*told, *found, *grid(len(ids), self.grid_limit))
+        wanted = (*asked, *found, *grid(len(ids), self.grid_limit))
         return tuple(sorted(clip(wanted, len(ids), self.page)))

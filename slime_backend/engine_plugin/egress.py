@@ -6,7 +6,7 @@ Needed up to 0.5.18, whose streamer cuts every value of `req.customized_info` to
 travel in the same dictionary of one row per request, and the receiver extends one list over all rows of a request
 (tokenizer_manager.py:1930), so each value is sent once, with the last row, and earlier rows are empty.
 
-Not a hook by itself: the hooks that have something to say attach it.
+Not a hook by itself: the hooks that have something to report attach it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ carried out by every rank:
   - /server_info has capacities but no occupancy, and a refused flush is one line in the log (scheduler.py:5540).
 
 The same reports alone are answered by GET /reef_slime/reports, a route of our own: /server_info writes SGLang's whole
-configuration twice, which takes 40 ms on one core, and between pause and verified all engines stand still for it. What
+configuration twice, which takes 40 ms on one core, and between pause and verified all engines are paused for it. What
 went wrong in the HTTP process's own hooks is added there. The Rust server (SGLANG_RUST_SERVER) has no such route; the
 reports then come with /server_info alone.
 

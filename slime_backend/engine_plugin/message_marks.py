@@ -40,7 +40,7 @@ CONTENTS = (
 
 
 def learn_marks(tokenizer: Any) -> tuple[Mark, ...]:
-    """The marks of `tokenizer`'s chat template, the longest first; () where it has none that can be told from text."""
+    """The marks of `tokenizer`'s chat template, the longest first; () where it has none that differ from text."""
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         return ()
     special = frozenset(int(token) for token in getattr(tokenizer, "all_special_ids", ())) | _added_special(tokenizer)

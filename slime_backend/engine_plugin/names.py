@@ -41,7 +41,7 @@ class Sglang(Protocol):
         """Whether there is a module, a name of a module, or an attribute of a class's instances under `name`."""
 
     def parameters(self, name: str) -> Parameters | None:
-        """The parameters of a function, `self` included; None where there is none, or they can't be told."""
+        """The parameters of a function, `self` included; None where there is none, or they can't be read."""
 
     def mentions(self, name: str, word: str) -> bool:
         """Whether the body of the function `name` uses an attribute or a global with `word` in its name."""

@@ -2,7 +2,7 @@
 
 SGLang gives them back request by request, and its allocator copies its whole list of free slots each time (0.5.23,
 mem_cache/allocator/token.py, `free`; the releases from 0.5.15.post1 alike): with 300,000 slots 2.4 MB, a third of a
-millisecond on a CPU. Engines stand still for that. The allocator can hold frees back and carry them out together, as
+millisecond on a CPU. Engines are paused meanwhile. The allocator can hold frees back and carry them out together, as
 SGLang has it do for the requests that end in one step; the hook has it do so for a retract as well.
 
 Between two requests SGLang evicts cache entries where fewer slots are free than the requests left would decode soon

@@ -188,7 +188,7 @@ def _before_tokenize(manager: Any, obj: Any, input_text: Any, input_ids: Any = N
     custom = params.get("custom_params") if isinstance(params, dict) else None
     if not isinstance(custom, dict) or wire.ANCHORS_KEY not in custom:
         return
-    told = hint(custom)
+    asked = hint(custom)
     # What goes on to the scheduler is short and fits 64 bits, whatever came.
-    kept = clip(told, len(input_ids)) if input_ids is not None else []
+    kept = clip(asked, len(input_ids)) if input_ids is not None else []
     obj.sampling_params = {**params, "custom_params": {**custom, wire.ANCHORS_KEY: kept}}

@@ -88,7 +88,7 @@ class RequestTrace:
         """Segments over output tokens 0 .. `sampled`, epochs named by `label`; `epoch` is the current one.
 
         `sampled` may be less than what was sampled (a stop string, a token computed in vain): the rest is cut off.
-        Neighbours that say the same are one segment.
+        Equal neighbours are one segment.
         """
         segments = list(self.segments)
         if sampled > self._segment_start:

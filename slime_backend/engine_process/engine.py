@@ -129,7 +129,7 @@ class EngineSettings:
             command += [name, value]
         if self.device == "cpu":
             # The Hugging Face model code runs without SGLang's CUDA kernels. The static fraction keeps the start-up
-            # estimate positive beside a large prefill chunk (SGLang 0.5.23 fails on a negative one).
+            # estimate positive next to a large prefill chunk (SGLang 0.5.23 fails on a negative one).
             command += ["--attention-backend", "torch_native", "--model-impl", "transformers"]
             command += ["--mem-fraction-static", "0.2"]
             # Without it an idle scheduler spins on a core that the trainer or another engine needs.

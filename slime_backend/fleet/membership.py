@@ -108,7 +108,7 @@ class Fleet:
 
     def check_new(self, version: str) -> None:
         """Raise VersionTaken unless `version` is a new name: a token's record names its weights by it, so that other
-        weights under the same name could never be told from them."""
+        weights under the same name could never be distinguished from them."""
         check_named(version)
         if version == self.version or version in self._used:
             state = "in force" if version == self.version else "an earlier one"

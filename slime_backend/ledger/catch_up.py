@@ -1,4 +1,4 @@
-"""Makes the ledger's index say what the segments hold. What is damaged there is not indexed, and counted."""
+"""Brings the ledger's index up to what the segments hold. What is damaged there is counted and not indexed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def open_index(run_dir: Path, damage: Damage | None = None) -> tuple[LedgerIndex
 
 
 def catch_up(index: LedgerIndex, segments: Sequence[Segment], damage: Damage | None = None) -> tuple[int, list[str]]:
-    """Make the index say what the segments hold: (rows added, what was wrong, one line each).
+    """Bring the index up to what the segments hold: (rows added, what was wrong, one line each).
 
     A Parquet segment that was noted with this very size is believed; lines are read, each one.
     """
@@ -68,7 +68,7 @@ def catch_up(index: LedgerIndex, segments: Sequence[Segment], damage: Damage | N
             if segment.number in sealed and sealed[segment.number] == (size, index.rows(segment.number)):
                 continue
             if segment.number in sealed:
-                wrong.append(f"segment {segment.number} isn't the file that was indexed; it is indexed anew")
+                wrong.append(f"segment {segment.number} isn't the file that was indexed; it is indexed again")
             index.forget(segment.number)
             before = len(found.places), found.lines, found.segments
             rows = _add_all(index, segment.number, _parquet_rows(segment.path, found))
@@ -97,7 +97,7 @@ def _index_lines(index: LedgerIndex, segment: Segment, damage: Damage) -> tuple[
     wrong = ""
     if stale or unseen:
         index.forget(segment.number)
-        indexed, wrong = {}, f"segment {segment.number} isn't the file that was indexed; it is indexed anew"
+        indexed, wrong = {}, f"segment {segment.number} isn't the file that was indexed; it is indexed again"
     elif not new:
         return 0, ""
     # Read again instead of kept: a segment has many lines.

@@ -75,7 +75,7 @@ def read_records(run_dir: Path, damage: Damage | None = None) -> Iterator[Rollou
 class Tail:
     """Reads a run that is being written to: each call goes on where the last one stopped.
 
-    A segment may be sealed or turned into Parquet between the look for it and its opening, so each is looked for anew
+    A segment may be sealed or turned into Parquet between the look for it and its opening, so each is looked for again
     when its turn comes, and what was opened is made sure of. Its rows keep their order, its lines their offsets; one
     with a damaged line is never turned into Parquet, so a row is the line of the same number.
     """

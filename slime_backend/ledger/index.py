@@ -1,7 +1,7 @@
 """The ledger's index: where the rollouts of a receipt, a session, a version or a class lie. SQLite, and disposable.
 
 The segments are the truth. Every row here is worked out from a record again, so a lost, damaged or stale index is
-rebuilt (ledger_catch_up.py), and that is said. One writer at a time; readers may look on (write-ahead log).
+rebuilt (catch_up.py), and that is logged. One writer at a time; readers may look on (write-ahead log).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Entry:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Entry:
-        """From a stored record; the class is worked out again, since a file may say anything."""
+        """From a stored record; the class is worked out again, since a file may hold anything."""
         spans = [Span.from_json(s) for s in data["spans"]]
         segments = read_segments(data["segments"])
         prefills = [Prefill.from_json(p) for p in data["prefills"]]
@@ -95,7 +95,7 @@ class LedgerIndex:
     """An open index. Raises sqlite3.Error from every method where the file is damaged."""
 
     def __init__(self, path: Path | None, *, read_only: bool = False) -> None:
-        """`path` None: in memory, for a reader that can't write beside the data."""
+        """`path` None: in memory, for a reader that can't write next to the data."""
         if path is None:
             self._db = sqlite3.connect(":memory:", isolation_level=None)
         else:

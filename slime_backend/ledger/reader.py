@@ -60,16 +60,16 @@ class LedgerReader:
             return question(self._index)
 
     def _open_index(self) -> LedgerIndex:
-        """On disk and mended where no writer is at work; as it is beside a writer; else made in memory."""
+        """On disk and mended where no writer is at work; as it is next to a writer; else made in memory."""
         try:
             lock = lock_ledger(self.run_dir, 0.0)
         except OSError as error:
-            self._note(f"can't write beside the data ({error.strerror})")
+            self._note(f"can't write next to the data ({error.strerror})")
             return self._in_memory()
         if lock is not None:
             with lock:
                 return self._mended()
-        for _ in range(TRIES):  # a segment that was turned over just now isn't noted yet
+        for _ in range(TRIES):  # a segment that was converted just now isn't noted yet
             with suppress(sqlite3.Error, OSError):
                 index = LedgerIndex(index_path(self.run_dir), read_only=True)
                 if is_current(index, list_segments(self.run_dir)):
@@ -110,7 +110,7 @@ class LedgerReader:
         return index
 
     def _read(self, place: Place) -> RolloutRecord | None:
-        """One record; None where it is damaged. Its segment may be sealed or turned over between the look into the
+        """One record; None where it is damaged. Its segment may be sealed or converted between the look into the
         index and this, so a fault counts only where the segment is still the same afterwards."""
         for _ in range(TRIES):
             segment = self._segment(place.segment)

@@ -2,13 +2,13 @@
 
     ledger = Ledger(run_dir)              one writer at a time; mends what a kill left behind, `notes` says what
     ledger.append(record)                 acknowledged when it returns
-    with open_reader(run_dir) as reader:  any number, beside the writer too (ledger_reader.py)
+    with open_reader(run_dir) as reader:  any number, next to the writer too (reader.py)
         reader.find(Query(receipt="8f2c..."))
 
     append:   line into rollouts.jsonl -> row into the index
     rotation: a new file is opened -> rollouts.jsonl becomes rollouts/_000004.jsonl, the new file rollouts.jsonl
               (renames); where the disk refuses one of these the segment goes on, and the next append tries again
-    beside:   _000004.jsonl -> 000004.parquet (whole or not at all) -> noted in the index -> lines removed
+    aside:    _000004.jsonl -> 000004.parquet (complete or not at all) -> noted in the index -> lines removed
 
 Turning a segment over takes a second, so it is done on a thread, in order, while the next one is appended to: a caller
 on an event loop goes on. Until then the sealed lines are what is read.
@@ -84,7 +84,7 @@ class Ledger:
         self._row += 1
 
     def settle(self) -> None:
-        """Wait until every sealed segment is turned over (seconds). Raises what a fault of that raised."""
+        """Wait until every sealed segment is converted (seconds). Raises what a fault of that raised."""
         while self._under_way:
             self._under_way.pop(0).result()
 
@@ -119,10 +119,10 @@ class Ledger:
 
     def _open_index(self) -> None:
         try:
-            self._index, said = open_index(self.run_dir, self.damage)
+            self._index, notes = open_index(self.run_dir, self.damage)
         except sqlite3.Error as error:  # the index is a convenience, the records are not
-            said = [f"rollouts are recorded without an index: {error}"]
-        for note in said:
+            notes = [f"rollouts are recorded without an index: {error}"]
+        for note in notes:
             self._note(note)
 
     def _rotate(self) -> None:
@@ -184,7 +184,7 @@ class Ledger:
             if segment.kind == "parquet":
                 sealed_path(self.run_dir, segment.number, "jsonl").unlink(missing_ok=True)
             elif segment.sealed:
-                self._note(f"segment {segment.number} was sealed and not yet Parquet; it is turned over now")
+                self._note(f"segment {segment.number} was sealed and not yet Parquet; it is converted now")
                 self._convert(segment.number)
 
     def _finish_renames(self) -> None:

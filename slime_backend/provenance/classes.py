@@ -37,7 +37,7 @@ def is_carried(segments: Sequence[KvSegment]) -> bool:
 def is_recomputed(segments: Sequence[KvSegment], prefills: Sequence[Prefill]) -> bool:
     """Its KV was taken away and computed again.
 
-    Prefills say so by their number. Spans alone say so too, where the versions differ: a later segment names another
+    Prefills show it by their number. Spans alone show it too, where the versions differ: a later segment names another
     version for a position that an earlier one already had KV of.
     """
     if len(prefills) > 1:

@@ -39,7 +39,7 @@ def held(fleet: Fleet, members: Sequence[Member], version: str) -> Iterator[None
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """No garbage collection inside: all engines would stand still for as long as one takes in a trainer's process."""
+    """No garbage collection inside: all engines would be paused for as long as one takes in a trainer's process."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -65,8 +65,8 @@ def lag(steps: Sequence[Mapping[str, Any]]) -> Figure | None:
     return {"data": [largest, mean], "layout": layout}
 
 
-def _step_line(x: Sequence[Any], y: Sequence[float], name: str, said: str) -> dict[str, Any]:
-    """A line over training steps; `said` is what a step's hover text says of it."""
+def _step_line(x: Sequence[Any], y: Sequence[float], name: str, hover: str) -> dict[str, Any]:
+    """A line over training steps; `hover` is the text over a step."""
     return {
         "type": "scatter",
         "x": x,
@@ -75,7 +75,7 @@ def _step_line(x: Sequence[Any], y: Sequence[float], name: str, said: str) -> di
         "line": {"color": palette.ACCENT, "width": 2},
         "marker": {"size": 5},
         "name": name,
-        "hovertemplate": f"step %{{x}}: {said}<extra></extra>",
+        "hovertemplate": f"step %{{x}}: {hover}<extra></extra>",
     }
 
 

@@ -1,4 +1,4 @@
-"""The report's colours, in one place: quiet on a light ground, told apart also by lightness."""
+"""The report's colours, in one place: quiet on a light ground, distinct by lightness as well."""
 
 from __future__ import annotations
 

@@ -152,11 +152,11 @@ def _compare(run: RunFiles, summary: dict[str, Any], rollouts: int) -> None:
         ),
         "rollouts": (summary.get("rollouts_completed"), rollouts),
     }
-    for name, (told, there) in counted.items():
-        if told is None:
+    for name, (recorded, there) in counted.items():
+        if recorded is None:
             run.missing.append(f"{RunDir(run.run_dir).summary.name} doesn't say how many {name} there were.")
-        elif told != there:
-            run.missing.append(f"{RunDir(run.run_dir).summary.name} counts {told} {name}, the files have {there}.")
+        elif recorded != there:
+            run.missing.append(f"{RunDir(run.run_dir).summary.name} counts {recorded} {name}, the files have {there}.")
 
 
 def _object(run: RunFiles, path: Path) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from slime_backend.provenance.records import RolloutRecord
 from slime_backend.report import palette
 from slime_backend.wire import Span
 
-WIDTH, LEFT, RIGHT = 1040, 74, 116  # of the drawing, of its row names, of what is said behind a row (user units)
+WIDTH, LEFT, RIGHT = 1040, 74, 116  # of the drawing, of its row names, of the text after a row (user units)
 ROW, BAR = 27, 17
 PROMPT_SHARE = 0.33  # at most; a long prompt is drawn shorter so that the output has room
 LETTER = 7.0  # width of one, about

@@ -57,7 +57,7 @@ def judge(
 
 def _audit(audit: Mapping[str, Any] | None) -> list[Finding]:
     if audit is None:
-        return []  # told among what is missing
+        return []  # stands among what is missing
     violations = audit.get("violations")
     count = len(violations) if isinstance(violations, list) else int(violations or 0)
     scale = f"{_times(_int(audit, 'rollouts'), 'rollout')}, {_times(_int(audit, 'tokens'), 'token')}"

@@ -35,8 +35,8 @@ def write_report(run_dir: Path) -> Path:
 
 
 def report_at_the_end(run_dir: Path, say: Callable[[str], None]) -> None:
-    """Behind a run. The report is a view of it: whatever keeps it from being written is said and is no fault of the
-    run's, whose own outcome must come through.
+    """Write the report after a run. It is a view of it: whatever keeps it from being written is logged and is no
+    fault of the run's, whose own outcome must come through.
     """
     try:
         say(f"report: {write_report(run_dir)}")

@@ -119,7 +119,7 @@ class RunDir:
 
     @property
     def trainer_state(self) -> Path:
-        """What the trainer needs beside the weights to go on: step and optimizer."""
+        """What the trainer needs besides the weights to go on: step and optimizer."""
         return self.path / "trainer.pt"
 
     @property

@@ -17,7 +17,7 @@ from slime_backend.slime_hooks.contract import checkout
 PASSED_ON = (checkout.VARIABLE, cpu.VARIABLE, patches.VARIABLE, loopback.PORT_VARIABLE)
 # CPU mode: enough for the batches of a tiny model; the default is a third of all memory.
 OBJECT_STORE_BYTES = 256 * 2**20
-# CPU mode: the rollout manager, slime's lock and its helpers beside one logical core per trainer and engine.
+# CPU mode: the rollout manager, slime's lock and its helpers next to one logical core per trainer and engine.
 EXTRA_CPUS = 4
 
 

@@ -1,4 +1,4 @@
-"""What somebody should be told of at once, in one line each. Pure; the tracker delivers them.
+"""What somebody should learn at once, in one line each. Pure; the tracker delivers them.
 
 Flush not verified   an engine's own counts don't show that it is paused and its cache was emptied
 Pause not verified   an engine's own counts don't show that it is paused, where its cache is kept

@@ -1,6 +1,6 @@
 """Where a run's metrics go: Weights & Biases, TensorBoard or nowhere. Training goes on without it.
 
-    Tracker     what the run talks to; any failure of the writer is said once and ends the logging, never the training
+    Tracker     what the run talks to; any failure of the writer is logged once and ends the logging, never the training
     Writer      one service: wandb_writer.py, tensorboard_writer.py
 
 Each family of metrics has its own step, so that a global step, which may only grow, can't drop rows when a run is

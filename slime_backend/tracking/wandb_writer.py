@@ -25,7 +25,7 @@ from slime_backend.tracking.alerts import Alert
 from slime_backend.tracking.tracker import STEP_METRICS, TABLE_COLUMNS, plain_figures
 
 ARTIFACT_S = 60  # to wait for an artifact to be stored, online
-END = "reef/recorded_to_its_end"  # of the summary: the last thing that a run is told
+END = "reef/recorded_to_its_end"  # of the summary: the last thing that is written to a run
 TIMES = 8  # that everything is logged to an offline run
 WRITTEN_S = 1.0  # after a run's end
 
@@ -130,7 +130,7 @@ class WandbWriter:
                 shutil.rmtree(directory)
                 shutil.move(Path(run.dir).parent, directory)
         if not _is_whole(directory):
-            raise OSError(f"W&B left {directory} without what it was told last; the run's own files have all of it")
+            raise OSError(f"W&B left {directory} without what was written last; the run's own files have all of it")
 
     def _log_kept(self, run: Any) -> None:
         with self._files.wandb_rows.open() as kept:
@@ -171,7 +171,7 @@ class WandbWriter:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether the file of an offline run has what the run was told last; it may come a moment after the run's end."""
+    """Whether the file of an offline run has what was written last; it may come a moment after the run's end."""
     until = time.monotonic() + WRITTEN_S
     while not any(_holds(file, END.encode()) for file in directory.glob("*.wandb")):
         if time.monotonic() > until:

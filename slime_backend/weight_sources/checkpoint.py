@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def write_checkpoint(directory: Path, template: Path, buckets: Iterable[Sequence[tuple[str, torch.Tensor]]]) -> None:
-    """Write each bucket as one safetensors file, and the config and tokenizer files of `template` beside them.
+    """Write each bucket as one safetensors file, and the config and tokenizer files of `template` next to them.
 
     The files of the template are copied since keys such as `is_hybrid_swa` are the engine's and would be lost by
     `save_pretrained`. Written into a sibling directory and renamed; a directory that is complete already is left alone,

@@ -205,7 +205,7 @@ def _shards(directory: Path) -> tuple[list[Path], dict[str, str]]:
         raise CheckpointUnfit(f"{directory}: no Hugging Face checkpoint ({why})")
     if (directory / INDEX).is_file():
         return _indexed(directory, files)
-    # As SGLang does: Mistral's own file beside the same weights under Hugging Face's names.
+    # As SGLang does: Mistral's own file next to the same weights under Hugging Face's names.
     if [file.name for file in files] == ["consolidated.safetensors", "model.safetensors"]:
         return files[1:], {}
     _check_one_set(directory, files)

@@ -1,15 +1,15 @@
 """Weights whose pieces lie on several processes, brought to one of them a bucket at a time.
 
     if rank == 0:
-        with source.leading():          # at its end, however it ends, the others are told
+        with source.leading():          # at its end, however it ends, the others are notified
             await publish(fleet, DistributedTransport(source), "v7")
     else:
-        source.follow()                 # gathers whatever rank 0 asks for, until it is told
+        source.follow()                 # gathers whatever rank 0 asks for, until that end
 
 Each bucket is one short collective operation that rank 0 announces. So nobody is left waiting where a publication ends
 in the middle, and followers never hold more than their own pieces.
 
-Memory on rank 0, beside the weights that it has anyway: the bucket that is gathered, and the one that a consumer still
+Memory on rank 0, besides the weights that it has anyway: the bucket that is gathered, and the one that a consumer still
 holds while it asks for the next (tests/weight_sources/measure_gathering.py).
 """
 
@@ -35,7 +35,7 @@ from slime_backend.weight_sources.checkpoint import read_shapes, write_checkpoin
 # How long a follower stands by for the next bucket. Between two of them an engine may load a model, and the local
 # trainer's followers stand by while rollouts are generated; a leader that is gone ends the wait at once.
 STAND_BY_S = 24 * 3600.0
-PIECE_S = 600.0  # one piece of one tensor; the other rank has been told to send it
+PIECE_S = 600.0  # one piece of one tensor; the other rank has been asked to send it
 _OVER = -1
 
 
@@ -147,9 +147,9 @@ class GatheredSource:
         """The leader's `index`, on every rank."""
         if self._control is None:
             return index
-        told = torch.tensor([index])
-        dist.broadcast(told, src=self.ranks[0], group=self._control)
-        return int(told)
+        order = torch.tensor([index])
+        dist.broadcast(order, src=self.ranks[0], group=self._control)
+        return int(order)
 
     def _collect(self, piece: torch.Tensor, group: dist.ProcessGroup | None, *, dim: int = 0) -> torch.Tensor | None:
         """All ranks' pieces, of one shape and contiguous, joined along `dim` on the leader. Over `group` unless they

@@ -220,7 +220,7 @@ def test_a_file_that_stays_broken_is_said_once(tmp_path, caplog, monkeypatch):
     tracker = make(tmp_path / "run")
     use(tracker)
     (said,) = [r.getMessage() for r in caplog.records if r.name.startswith("slime_backend")]
-    assert f"W&B left {tracker.directory} without what it was told last" in said
+    assert f"W&B left {tracker.directory} without what was written last" in said
 
 
 def test_wandb_that_breaks_in_the_middle_is_said_once(tmp_path, caplog, monkeypatch):

@@ -1,4 +1,4 @@
-"""Where slime is: its package, and its `train.py`, which lies beside the package and is not part of it."""
+"""Where slime is: its package, and its `train.py`, which lies next to the package and is not part of it."""
 
 from __future__ import annotations
 

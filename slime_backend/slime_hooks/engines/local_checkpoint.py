@@ -33,7 +33,7 @@ from slime_backend.errors import ReefError
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
-STATE = ".reef_slime"  # a directory beside the weights: which version they are, and the lock
+STATE = ".reef_slime"  # a directory next to the weights: which version they are, and the lock
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

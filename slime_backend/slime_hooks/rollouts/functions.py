@@ -4,7 +4,7 @@
                                                                       staleness; whatever function that is
     --rollout-sample-hook-path         ...rollouts.note_rollout       which rollout a sample was finished in
     --rollout-sample-filter-path       ...rollouts.filter_stale       staleness without generate_rollout
-    --custom-rollout-log-function-path ...rollouts.log_rollouts       reef/ metrics beside slime's own
+    --custom-rollout-log-function-path ...rollouts.log_rollouts       reef/ metrics next to slime's own
     --custom-tis-function-path         ...importance.correct          the trainer's side of --staleness correct
 
 All but the last run in slime's rollout manager, one process per run. The spans come into `Sample` by PATCHES, in every

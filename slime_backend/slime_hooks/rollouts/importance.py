@@ -10,9 +10,9 @@ backends/megatron_utils/loss.py), so p / q is 1 where the weights are the same, 
 rollout function that samples at another one would break that; turns of a gateway that did are masked
 (reef_service/slime_rollout.py).
 
-The local trainer gives weight 0 to tokens over `--max-version-lag` only. slime's trainer isn't told which these are (no
-field of its training data could carry it), so here the trusted range holds for every token; a fresh token's ratio is 1
-up to rounding and stays inside. Sources of both formulas: local_trainer/grpo.py, which computes them.
+The local trainer gives weight 0 to tokens over `--max-version-lag` only. slime's trainer doesn't know which these are
+(no field of its training data could carry it), so here the trusted range holds for every token; a fresh token's ratio
+is 1 up to rounding and stays inside. Sources of both formulas: local_trainer/grpo.py, which computes them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The staleness policy on slime's samples. Duck-typed: no slime, no torch. Who is concerned is decided in
-provenance/staleness.py; here is what slime is told:
+provenance/staleness.py; here is what slime is given:
 
     drop          sample.remove_sample = True: slime gives it no loss. Its reward stays in its group's baseline
     mask_tokens   sample.loss_mask = 0 at the tokens over the bound
@@ -9,7 +9,7 @@ The version that the trainer stands at when it trains on rollout r is known befo
 
     train.py         once before the first rollout, and after each training step
     train_async.py   once before the first rollout, and after each step k with (k + 1) % update_weights_interval == 0,
-                     so that a rollout which is generated beside a training step is a version behind when its turn comes
+                     so that a rollout which is generated during a training step is a version behind when its turn comes
     disk delta       the first of these is the baseline and no version
 """
 

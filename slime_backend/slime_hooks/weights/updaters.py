@@ -5,7 +5,7 @@ How the bytes travel stays slime's own: gathering over TP and EP, bucketing, con
 what it would pause, flush and resume is done by the transaction, and what it sends is sent by us, watched.
 
     distributed    UpdateWeightFromDistributed.update_weights, update_weights_from_distributed
-    tensor         UpdateWeightFromTensor.update_weights: colocated engines, and others beside them by broadcast
+    tensor         UpdateWeightFromTensor.update_weights: colocated engines, and others next to them by broadcast
 
 Delta updates travel by disk: delta_disk.py.
 """

@@ -93,7 +93,7 @@ class Sending:
                 for work in works:
                     work.wait()
                 return
-            except RuntimeError as error:  # our side broke, whatever the engines say
+            except RuntimeError as error:  # our side broke, whatever the engines answer
                 refused = dict.fromkeys(engines, f"the broadcast to it failed: {error}")
         self.failed |= refused
         self._in_broken = {name: answer for name, answer in answers.items() if name not in refused}
@@ -106,7 +106,7 @@ class Sending:
         return self._ask(_quietly(self.clients[engine].leave_weight_group(group_name)))
 
     def _watch(self, answers: Mapping[str, Future[None]], works: Sequence[Any]) -> dict[str, str] | None:
-        """None once every engine has it. Else those that said no while the others waited; empty at the deadline."""
+        """None once every engine has it. Else those that refused while the others waited; empty at the deadline."""
         while True:
             refused = {name: why for name, answer in answers.items() if answer.done() and (why := _why(answer))}
             if refused:
