@@ -180,6 +180,8 @@ class SchedulerReport:
 
     @classmethod
     def from_json(cls, data: Any) -> SchedulerReport:
+        if isinstance(data, Mapping) and "error" in data:  # the scheduler goes on, and can't count
+            raise WireError(f"{cls.__name__}: the scheduler made none: {data['error']}")
         built = _build(cls, data)
         for name, kind in (("hooks", dict), ("missing_ranks", dict), ("tensor_ranks", list | tuple)):
             if not isinstance(getattr(built, name), kind):

@@ -44,8 +44,9 @@ def test_anything_but_reports_proves_nothing(answer: Any, run_async: Any) -> Non
     async def answering(body: Any) -> Reply:
         return Reply(answer)
 
-    with pytest.raises(EngineProtocolError):
+    with pytest.raises(EngineProtocolError) as raised:
         run_async(read(on_reef_slime_reports=answering))
+    assert ("the scheduler made none: no such tree" in str(raised.value)) == ("no such tree" in str(answer))
 
 
 @pytest.mark.parametrize("states", [[], None, [None], ["text"], [{}]])

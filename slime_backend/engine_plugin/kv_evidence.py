@@ -253,7 +253,8 @@ def _own_report(scheduler: Any) -> dict[str, Any]:
         ).to_json()
     except Exception as error:  # a cache type we can't count must not end the scheduler; the reader refuses this form
         log.exception("reef-slime: no evidence from this scheduler")
-        return {"error": f"{type(error).__name__}: {error}"}
+        faults = "".join(f"; hook {hook} {why}" for hook, why in registry.faults().items())
+        return {"error": f"{type(error).__name__}: {error}{faults}"}
 
 
 def _around_flush(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
