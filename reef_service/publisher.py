@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,16 @@ from reef_service.store import Store
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, VersionTaken
 from slime_backend.publication import PublicationError, PublicationReport, publish
-from slime_backend.transports import CheckpointTransport, Refused, Transport, expect_loads, is_counted, refused_by
+from slime_backend.transports import (
+    CheckpointTransport,
+    Refused,
+    Transport,
+    digests_of,
+    expect_digests,
+    expect_loads,
+    is_counted,
+    refused_by,
+)
 from slime_backend.weight_sources.checkpoint_check import CheckpointUnfit
 
 log = logging.getLogger(__name__)
@@ -38,6 +47,12 @@ class GatedTransport:
         await self.inner.prepare(version, clients)
         self.gate.close()
         self.closed = True
+
+    def expect_digests(self, ahead_bytes: float, paused_bytes: float) -> None:
+        expect_digests(self.inner, ahead_bytes, paused_bytes)
+
+    async def digests(self) -> Mapping[str, Sequence[str]] | None:
+        return await digests_of(self.inner)
 
     def expect_loads(self, clients: Sequence[EngineClient]) -> None:
         expect_loads(self.inner, clients)

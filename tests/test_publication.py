@@ -35,7 +35,7 @@ def test_a_publication_with_requests_in_flight(run_async):
     assert [e.flush_verified for e in report.engines] == [True, True]
     assert sum(e.requests_retracted for e in report.engines) == 6
     assert all(e.tokens_to_prefill_again >= 3 * 50 for e in report.engines)
-    steps = ["look", "pause", "flush", "load", "label", "resume"]
+    steps = ["look", "pause", "flush", "load", "weights", "label", "resume"]
     assert [list(e.times) for e in report.engines] == [steps, steps]
     assert all(ms > 0 for e in report.engines for ms in [*e.times.values(), e.paused_ms])
     assert fleet.version == "v1"

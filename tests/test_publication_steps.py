@@ -144,7 +144,8 @@ def test_each_state_begins_when_no_engine_is_in_the_step_before_any_more(run_asy
         assert "paused" in states[REPORTS_PATH]  # the evidence of the pause is read in it
         assert set(states.get("/flush_cache", ["paused"])) == {"paused"}
         assert set(states["/update_weights_from_disk"]) == {"verified"}
-        assert set(states["/update_weight_version"]) == {"loaded"}
+        assert set(states["/weights_checker"]) == {"open", "loaded"}
+        assert set(states["/update_weight_version"]) == {"weights verified"}
         assert set(states["/continue_generation"]) == {"labelled"}
     reached = {"paused", "verified", "loaded", "labelled", "open", "resumed", "failed"}
     assert reached == set(get_args(State))

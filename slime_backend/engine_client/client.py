@@ -22,6 +22,8 @@ from slime_backend.engine_client.errors import (
     refused,
 )
 from slime_backend.engine_client.stream import AnswerStream
+from slime_backend.engine_client.weight_digests import PATH as DIGESTS_PATH
+from slime_backend.engine_client.weight_digests import RankDigests, read_digests
 from slime_backend.engine_client.weight_session import weight_session
 from slime_backend.policy import PauseMode
 from slime_backend.wire import REPORT_KEY, REPORTS_PATH, SchedulerReport, WireError
@@ -183,6 +185,20 @@ class EngineClient(EngineCalls):
         """Make the engine load tensors that lie in memory it shares with the sender; one string per tensor rank."""
         body = {"serialized_named_tensors": list(serialized), "load_format": load_format, "flush_cache": False}
         await self.call("POST", "/update_weights_from_tensor", body=body, deadline=self.deadlines.load)
+
+    async def weight_digests(self, skip: Sequence[str] = ()) -> list[RankDigests]:
+        """The engine's own digest of each tensor, by rank, but for those whose names contain a string of `skip`.
+
+        Raises EngineRefused where this SGLang can't make them.
+        """
+        body: dict[str, Any] = {"action": "checksum"}
+        if skip:
+            body["skip_tensor_list"] = list(skip)
+        answer = await self.call("POST", DIGESTS_PATH, body=body, deadline=self.deadlines.load, repeatable=True)
+        try:
+            return read_digests(answer)
+        except ValueError as error:
+            raise EngineProtocolError(self.name, f"POST {DIGESTS_PATH}", str(error)) from error
 
     # ---- data ---------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from slime_backend.errors import ReefError, UsageError
 from slime_backend.evidence import named_ranks, why_ranks_missing
 from slime_backend.fleet.kv_holders import unhandled
 from slime_backend.fleet.quarantine import End, Quarantine
+from slime_backend.fleet.weights import WeightRecords
 from slime_backend.policy import Policy, check_radix_setting
 from slime_backend.wire import ACTIVE, SchedulerReport
 
@@ -97,6 +98,7 @@ class Fleet:
     withdraw: Callable[[Member], Awaitable[None]] | None = None
     wait_s: float = 60.0  # how long a request waits while no engine can take it
     quarantine: Quarantine = field(default_factory=Quarantine)
+    weights: WeightRecords = field(default_factory=WeightRecords)
     # Two publications at once would interleave their pauses and loads.
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     returning: asyncio.Future[None] | None = None  # an offer of admission to the retired ones, under way

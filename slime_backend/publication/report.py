@@ -1,7 +1,7 @@
 """What one publication did: its state, each engine's outcome, and the errors that carry them.
 
-    state   open -> paused -> verified -> loaded -> labelled -> resumed        (or failed)
-    step    prepare, look, pause, flush or verify, load, label, resume
+    state   open -> paused -> verified -> loaded -> weights verified -> labelled -> resumed        (or failed)
+    step    prepare, look, pause, flush or verify, load, weights, label, resume
 
 A state says how far the whole publication is, a step what one engine is asked to do; an engine fails at a step.
 """
@@ -16,9 +16,9 @@ from slime_backend.errors import EngineFault, ReefError
 from slime_backend.policy import Policy
 from slime_backend.wire import Loads, SchedulerReport
 
-State = Literal["open", "paused", "verified", "loaded", "labelled", "resumed", "failed"]
+State = Literal["open", "paused", "verified", "loaded", "weights verified", "labelled", "resumed", "failed"]
 # `flush` empties the cache and reads its evidence; `verify` reads the evidence of a pause that keeps the cache.
-Step = Literal["prepare", "look", "pause", "flush", "verify", "load", "label", "resume"]
+Step = Literal["prepare", "look", "pause", "flush", "verify", "load", "weights", "label", "resume"]
 TIMED: tuple[Step, ...] = tuple(step for step in get_args(Step) if step != "prepare")  # on each engine
 
 
@@ -47,6 +47,10 @@ class EngineOutcome:
     tokens_to_prefill_again: int = 0
     flush_verified: bool = False
     sweep_verified: bool = False
+    weights_verified: bool | None = None  # by content; None: nothing could be compared, see `weights_not_verified`
+    weights_not_verified: str = ""  # why nothing was looked at
+    tensors_verified: int = 0  # of all ranks, shown to be what was sent
+    tensors_looked_at: int = 0
     tokens_swept: int = 0  # cache entries of older weights that the sweep evicted
     confirmed: bool = False
     stayed: bool = False  # not confirmed and not retired: no engine was confirmed, and its weights weren't touched

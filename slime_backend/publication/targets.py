@@ -23,6 +23,7 @@ class Target:
     outcome: EngineOutcome
     before: list[SchedulerReport] = field(default_factory=list)  # while it still generated
     at_pause: list[SchedulerReport] = field(default_factory=list)  # those that proved the pause, or the flush in it
+    weights_wrong: list[str] = field(default_factory=list)  # what its digests show to be other than what was sent
 
     @property
     def name(self) -> str:

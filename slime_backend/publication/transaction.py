@@ -8,7 +8,10 @@
                      data-parallel rank's own counts must show the pause, and the flush in it          verified
     load             the transport moves the bytes; no label yet. Scoped entries are swept as it
                      begins                                                                            loaded
-    label            once every surviving engine has loaded: the version is named, and read back
+    weights          each rank's digests of its tensors are held against what was sent, and against
+                     those of the other engines (weights.py)                                           weights
+                                                                                                       verified
+    label            once every surviving engine has shown it: the version is named, and read back
                      with the evidence of load and sweep                                               labelled
     resume           always, in `finally`, also after an unknown outcome; the counts must show it      resumed
 
@@ -42,6 +45,7 @@ from slime_backend.publication.report import (
     Step,
 )
 from slime_backend.publication.targets import Target, ms_since, on_all
+from slime_backend.publication.weights import WeightCheck
 from slime_backend.transports import Transport, expect_loads, is_counted, refused_by
 from slime_backend.wire import SchedulerReport
 
@@ -51,6 +55,7 @@ REACHED: dict[Step, State] = {  # by a step, once no engine is in it any more
     "flush": "verified",
     "verify": "verified",
     "load": "loaded",
+    "weights": "weights verified",
     "label": "labelled",
 }
 
@@ -78,6 +83,7 @@ class Publication:
         self.policy = fleet.policy
         self.report = PublicationReport(version, fleet.version, fleet.policy, transport.name)
         self.step: Step = "prepare"
+        self._weights = WeightCheck(fleet.weights, transport)
         self._readmit = readmit
         self._targets: list[_Target] = []  # what is resumed at the end
         self._refused: list[_Target] = []  # that the transport can't serve
@@ -103,7 +109,7 @@ class Publication:
             with garbage_kept():
                 verified = await self._verify(await self._pause(looked))
             self.report.verified_ms = ms_since(self._started)
-            loaded = await self._load(verified)
+            loaded = await self._verify_weights(await self._load(verified))
             # The label moves only here, after the last engine has loaded: none claims a version that isn't out yet.
             self._confirmed = await self._label(loaded)
         except Exception as error:
@@ -131,6 +137,7 @@ class Publication:
         await asyncio.gather(*(identify(self.fleet, member) for member in members))
         self.report.previous_version, self.report.started_at = self.fleet.version, time.time()
         started = time.perf_counter()
+        await self._weights.meet(members, self.fleet.version)
         await self.transport.prepare(self.version, [m.client for m in members])
         self.report.prepare_ms = ms_since(started)
         still = set(self.fleet.updatable())
@@ -170,6 +177,17 @@ class Publication:
 
         expect_loads(self.transport, [t.client for t in targets])
         return await self._on_all(targets, "load", load)
+
+    async def _verify_weights(self, targets: Sequence[_Target]) -> list[_Target]:
+        """Behind a barrier: what one engine has is held against what all have."""
+        if self._weights.off:
+            return list(targets)
+        looked = await self._on_all(targets, "weights", self._weights.look)
+        await self._weights.judge(looked)
+        for target in looked:
+            if target.weights_wrong:
+                target.fail("weights", "; ".join(target.weights_wrong))
+        return [target for target in looked if not target.weights_wrong]
 
     async def _label(self, targets: Sequence[_Target]) -> list[_Target]:
         async def label(target: _Target) -> None:
@@ -275,6 +293,7 @@ class Publication:
                 target.outcome.stayed = True
         if self._confirmed:
             self.report.state = "resumed"
+            self._weights.keep(self._confirmed, self.version)
             self.fleet.move_to(self.version, [t.member for t in self._confirmed])
         else:
             self.report.state = "failed"

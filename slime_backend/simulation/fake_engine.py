@@ -13,6 +13,7 @@ last. tests/test_fake_against_engine.py compares it with a real engine, route by
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import time
 from collections import defaultdict
@@ -60,8 +61,10 @@ SCHEDULED = frozenset(
         "/end_weight_update",
         "/destroy_weights_update_group",
         "/update_weight_version",
+        "/weights_checker",
     }
 )
+TENSORS = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight", "lm_head.weight")
 
 
 class FakeEngine:
@@ -91,6 +94,7 @@ class FakeEngine:
         `health_s`: how long /health waits for a scheduler's answer."""
         self.label = version
         self.loaded = version  # the weights that really are in memory
+        self.kept: dict[str, str] = {}  # tensors that a load leaves alone -> the weights that they are of
         self.info: dict[str, Any] = {}  # further fields of /server_info
         self.latency_s = latency_s
         self.radix_cache = radix_cache
@@ -282,6 +286,21 @@ class FakeEngine:
         self._end_epoch()
         return Reply({"success": True, "message": "Weight version updated.", "new_version": self.label})
 
+    async def on_weights_checker(self, body: dict[str, Any]) -> Reply:
+        skipped = body.get("skip_tensor_list") or ()
+        names = [name for name in TENSORS if not any(part in name for part in skipped)]
+        checksums = {name: digest_of(self.kept.get(name, self.loaded), name) for name in names}
+        size = self.ranks[0].tensor_size
+        ranks = [
+            {
+                "checksums": checksums,
+                "parallelism_info": [{"tp_rank": rank, "tp_size": size, "pp_rank": 0, "pp_size": 1, "role": "target"}],
+            }
+            for _ in self.ranks
+            for rank in range(size)
+        ]
+        return Reply({"success": True, "message": "Success.", "ranks": ranks})
+
     async def on_abort_request(self, body: dict[str, Any]) -> Reply:
         if body.get("abort_all") or body.get("rid"):
             for rank in self.ranks:
@@ -369,6 +388,11 @@ class FakeEngine:
                 if rank.pause_mode is None or rank.ignores_pause:
                     self.answered += bool(rank.requests)
                     rank.step(self.label, self.loaded)
+
+
+def digest_of(weights: str, tensor: str) -> str:
+    """The digest of one tensor of the weights that have this name."""
+    return hashlib.sha256(f"{weights}/{tensor}".encode()).digest()[:8].hex()
 
 
 def _malformed(field: str) -> Reply:

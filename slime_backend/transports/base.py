@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +40,19 @@ def expect_loads(transport: Any, clients: Sequence[EngineClient]) -> None:
         expect(clients)
 
 
+def expect_digests(transport: Any, ahead_bytes: float, paused_bytes: float) -> None:
+    """Call `transport.expect_digests(...)`, where it has such a method."""
+    expect = getattr(transport, "expect_digests", None)
+    if expect is not None:
+        expect(ahead_bytes, paused_bytes)
+
+
+async def digests_of(transport: Any) -> Mapping[str, Sequence[str]] | None:
+    """What `transport.digests()` answers; None where it has no such method."""
+    digests = getattr(transport, "digests", None)
+    return await digests() if digests is not None else None
+
+
 class Transport(Protocol):
     """How the bytes of a version reach the engines.
 
@@ -53,6 +66,10 @@ class Transport(Protocol):
                                      that `load` will be called for
         why_not(client)              Refused, or None: asked behind `prepare`, it names the engines that `load` couldn't
                                      serve, and these aren't paused
+        expect_digests(ahead, paused)  before `prepare`: how many bytes may be digested while the engines generate, and
+                                     while they are paused; a source that is larger isn't
+        async digests()              asked for behind the loads: name -> digests of each tensor that was sent
+                                     (weight_sources/digests.py), or None where there are none
         counted = False              its bytes reach an engine without any of SGLang's update calls (RDMA), or it moves
                                      none: then no count of loads is demanded
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from slime_backend.weight_sources.checkpoint_check import (
     check_finite,
     read_checkpoint,
 )
+from slime_backend.weight_sources.digests import Forms, of_checkpoint
 from slime_backend.weight_sources.same_content import why_other_content
 
 
@@ -41,6 +42,8 @@ class _FromDisk:
         self._served = ServedModels()
         self._refused: dict[str, Refused] = {}
         self._formats: dict[str, str] = {}  # engine -> what it must be asked for instead of its own
+        self._digest_bytes = 0.0  # of a checkpoint that may be digested
+        self._digests: dict[str, Forms] | None = None
 
     async def _meet(self, clients: Sequence[EngineClient]) -> None:
         """Ask the engines how they were started, before anything is written."""
@@ -58,7 +61,16 @@ class _FromDisk:
         await self._check_served(found, clients)
         if self._finite:
             await asyncio.to_thread(check_finite, found)
+        small = found.nbytes <= self._digest_bytes
+        self._digests = await asyncio.to_thread(of_checkpoint, found) if small else None
         return found
+
+    def expect_digests(self, ahead_bytes: float, paused_bytes: float) -> None:
+        self._digest_bytes = ahead_bytes
+
+    async def digests(self) -> Mapping[str, Sequence[str]] | None:
+        """Of the checkpoint that was prepared last."""
+        return self._digests
 
     async def _check_served(self, found: Checkpoint, clients: Sequence[EngineClient]) -> None:
         if self._compare:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,7 @@ from slime_backend.transports.served import Info, ServedModels, local_address, w
 from slime_backend.weight_sources import WeightSource
 from slime_backend.weight_sources.base import headers_of
 from slime_backend.weight_sources.buckets import BUCKET_BYTES, in_buckets
+from slime_backend.weight_sources.digests import SentDigests
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,8 @@ class DistributedTransport:
         self._compare = compare
         self._pass: OnePass[list[tuple[str, torch.Tensor]]] | None = None
         self._to_come: set[str] = set()  # engines whose load hasn't begun
+        self._digest_bytes = 0.0  # of a source that may be digested while it is sent
+        self._sent: SentDigests | None = None
 
     async def prepare(self, version: str, clients: Sequence[EngineClient]) -> None:
         """Connect to the engines that have no group yet; `why_not` names those that didn't join.
@@ -150,6 +154,18 @@ class DistributedTransport:
     def expect_loads(self, clients: Sequence[EngineClient]) -> None:
         """Who reads the source together. Until this is called behind the pause, those that joined are expected."""
         self._pass, self._to_come = None, {client.name for client in clients}
+
+    def expect_digests(self, ahead_bytes: float, paused_bytes: float) -> None:
+        self._digest_bytes, self._sent = paused_bytes, None
+
+    async def digests(self) -> Mapping[str, Sequence[str]] | None:
+        """Of the tensors that were sent; None where the source says nothing of its size."""
+        return self._sent.digests if self._sent is not None else None
+
+    def _bytes(self) -> float:
+        """The size of all that is sent."""
+        headers = headers_of(self.source)
+        return math.inf if headers is None else headers.nbytes
 
     def why_not(self, client: EngineClient) -> Refused | None:
         return None if client.name in self._pairs else self._unjoined.get(client.name)
@@ -233,7 +249,11 @@ class DistributedTransport:
         if self._pass is None or self._pass.begun:
             if self._pass is not None and engine in self._to_come:
                 log.warning("%s began to load late: the weights are read once more for it", engine)
-            buckets = in_buckets(self.source.named_tensors(), self.bucket_bytes)
+            tensors, self._sent = self.source.named_tensors(), None
+            if self._bytes() <= self._digest_bytes:
+                self._sent = SentDigests()
+                tensors = self._sent.taking(tensors)
+            buckets = in_buckets(tensors, self.bucket_bytes)
             self._pass = OnePass(buckets, readers=self._to_come, late_s=self.late_s)
         self._to_come.discard(engine)
         return self._pass

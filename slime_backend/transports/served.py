@@ -54,6 +54,14 @@ class ServedModels:
         self._infos[client.name] = (client, process, info)
         return info
 
+    async def checkpoints(self, clients: Sequence[EngineClient]) -> dict[str, Checkpoint]:
+        """Engine -> the checkpoint on disk that it was started with, where this machine sees it and the engine's
+        digests are those of a CPU (weight_sources/digests.py)."""
+        infos = (await self.infos(clients)).items()
+        paths = {name: str(info.get("model_path") or "") for name, info in infos if info.get("device") == "cpu"}
+        read = {path: await asyncio.to_thread(_served, path) for path in set(paths.values())}
+        return {name: found for name, path in paths.items() if (found := read[path]) is not None and found.tensors}
+
     async def check(self, found: Checkpoint, infos: Iterable[Info]) -> None:
         """Raise CheckpointUnfit unless each engine, so far as this machine sees its model, can load `found`."""
         for path in dict.fromkeys(str(info.get("model_path") or "") for info in infos):

@@ -89,6 +89,10 @@ class TensorHeader:
     start: int = 0
     end: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES.get(self.dtype, 8)
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -97,6 +101,10 @@ class Checkpoint:
     where: str
     tensors: Mapping[str, TensorHeader]
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(header.nbytes for header in self.tensors.values())
 
     def of(self, name: str) -> str:
         """Where the tensor `name` lies, for a message."""

@@ -1,0 +1,45 @@
+"""What a fleet knows of its engines' weights by their content: the digests of the version in force."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from slime_backend.engine_client.weight_digests import RankDigests
+
+VerifyWeights = Literal["auto", "full", "sample", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """The weights of one engine's processes, as they digested them themselves."""
+
+    instances: frozenset[str]  # of the scheduler processes
+    version: str | None  # that they were confirmed at; None: of unknown origin
+    ranks: Sequence[RankDigests]
+    unseen: frozenset[str]  # tensors outside the last sample: what is known of them is of an earlier version
+    # The tensors of each rank whose digest was once that of what was sent: from then on it has to be. An engine may
+    # convert a tensor for its kernels, so nothing can be demanded of the others.
+    comparable: Sequence[set[str]]
+
+    def learn(self, sent: Mapping[str, Sequence[str]]) -> None:
+        """Note which tensors the engine has as they were sent."""
+        for rank, names in zip(self.ranks, self.comparable, strict=True):
+            now = rank.digests.items()
+            names.update(n for n, digest in now if n not in self.unseen and digest in sent.get(n, ()))
+
+
+@dataclass(slots=True)
+class WeightRecords:
+    """The digests of one fleet's weights, kept from one publication to the next."""
+
+    mode: VerifyWeights = "auto"
+    # Of the version in force, by its source's names: a digest for each form of a tensor.
+    sent: Mapping[str, Sequence[str]] | None = None
+    served: dict[str, ServedWeights] = field(default_factory=dict)  # by engine
+    without: dict[str, tuple[frozenset[str], str]] = field(
+        default_factory=dict
+    )  # engine -> (instances, why no digests)
+    slowest_ms: float = 0.0  # for all tensors of one engine, the last time that all were digested
+    publications: int = 0  # decides which sample is next
