@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, get_args
 
+from slime_backend.fleet.weights import VerifyWeights
 from slime_backend.planner.at_start import resolve_sharing
 from slime_backend.planner.slime_args import start_facts
 from slime_backend.policy import Policy, check_radix_setting, decide
@@ -70,6 +71,15 @@ def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         default=600.0,
         metavar="SECONDS",
         help="how long a publication waits for the engines to take the weights (default: %(default)s)",
+    )
+    group.add_argument(
+        "--verify-weights",
+        choices=get_args(VerifyWeights),
+        default="auto",
+        help=(
+            "hold the content of each engine's weights against what was sent, before it is resumed. auto (default): "
+            "all tensors where that takes under 100 ms, else a part of them, another one each time; full; sample; off"
+        ),
     )
     group.add_argument(
         "--allow-kv-holder",

@@ -24,14 +24,17 @@ from slime_backend.cli.options import (
     Engines,
     Layout,
     Sharing,
+    VerifyWeightsOption,
     holders,
     read_keys_of,
+    weights_mode,
 )
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_client.keys import EngineKeys
 from slime_backend.fleet import Fleet, VersionTaken, admit
 from slime_backend.fleet.doctor import Diagnosis, diagnose
 from slime_backend.fleet.membership import check_named
+from slime_backend.fleet.weights import VerifyWeights, WeightRecords
 from slime_backend.policy import Policy, decide
 from slime_backend.publication import PublicationReport, Step
 from slime_backend.publication import publish as run_publication
@@ -53,6 +56,7 @@ def publish(
         bool, typer.Option(help="with the names, shapes and dtypes of the model that the engines were started with")
     ] = True,
     finite: Annotated[bool, typer.Option("--check-finite/--no-check-finite", help="read all of it for NaN")] = True,
+    verify_weights: VerifyWeightsOption = "auto",
     api_key_env: ApiKeyEnv = "",
     admin_api_key_env: AdminKeyEnv = "",
     as_json: AsJson = False,
@@ -70,6 +74,7 @@ def publish(
             deadlines,
             compare=compare,
             finite=finite,
+            verify_weights=weights_mode(verify_weights),
             keys=read_keys_of(api_key_env, admin_api_key_env),
         )
     )
@@ -128,6 +133,7 @@ async def publish_checkpoint(
     *,
     compare: bool = True,
     finite: bool = True,
+    verify_weights: VerifyWeights = "auto",
     keys: EngineKeys | None = None,
 ) -> PublicationReport:
     """Admit the engines, whatever version each is at, and publish to all of them.
@@ -148,7 +154,7 @@ async def publish_checkpoint(
                     f"version {version!r} is taken: {client.name} serves weights of that name; give --version a name "
                     "that wasn't used"
                 )
-        fleet = Fleet(policy, labels[0] or "unknown", allow)
+        fleet = Fleet(policy, labels[0] or "unknown", allow, weights=WeightRecords(verify_weights))
         for client in clients:
             await admit(fleet, client)
         transport = CheckpointTransport(checkpoint, compare=compare, finite=finite)
@@ -166,15 +172,20 @@ def print_report(report: PublicationReport) -> None:
     table = Table(title=f"{report.previous_version} -> {report.version}: {report.state}", title_justify="left")
     # A publication either flushes or only verifies its pause: the other column would be empty.
     verifying: Step = "verify" if any("verify" in e.times for e in report.engines) else "flush"
-    steps: tuple[Step, ...] = ("pause", verifying, "load", "label")
-    for column in ("engine", *(f"{step} ms" for step in steps), "paused ms", "retracted", "outcome"):
+    steps: tuple[Step, ...] = ("pause", verifying, "load", "weights", "label")
+    for column in ("engine", *(f"{step} ms" for step in steps), "paused ms", "retracted", "tensors", "outcome"):
         table.add_column(column, justify="left" if column in ("engine", "outcome") else "right")
     for e in report.engines:
         times = [f"{e.times[step]:.1f}" if step in e.times else "-" for step in steps]
         paused = f"{e.paused_ms:.1f}" if e.paused_ms is not None else "-"
         outcome = e.fate if e.confirmed else f"{e.fate}: {e.failed_step}: {e.reason}"
-        table.add_row(e.engine, *times, paused, str(e.requests_retracted), outcome)
-    Console(highlight=False).print(table)
+        tensors = f"{e.tensors_verified} of {e.tensors_looked_at}" if e.tensors_looked_at else "-"
+        table.add_row(e.engine, *times, paused, str(e.requests_retracted), tensors, outcome)
+    console = Console(highlight=False)
+    console.print(table)
+    for e in report.engines:
+        if e.weights_not_verified:
+            console.print(f"{e.engine}: weights not verified: {e.weights_not_verified}", markup=False)
 
 
 def print_diagnosis(diagnosis: Diagnosis, policy: Policy) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from slime_backend.config import ConfigError, RunConfig, load_config
 from slime_backend.engine_client.keys import EngineKeys, KeyMissing, read_keys
 from slime_backend.fleet.kv_holders import NAMES as HOLDER_NAMES
+from slime_backend.fleet.weights import VerifyWeights
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, e.g. configs/cpu_tiny.yaml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a config key")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON line")]
 Engines = Annotated[list[str], typer.Option("--engine", metavar="URL", help="an engine's base URL; repeat for more")]
 Sharing = Annotated[str, typer.Option("--disjoint-prefix-sharing", metavar="MODE", help="off, retract or scoped")]
+VerifyWeightsOption = Annotated[
+    str,
+    typer.Option("--verify-weights", metavar="MODE", help="engines' weights by content: auto, full, sample or off"),
+]
 Layout = Annotated[str, typer.Option("--layout", help="disjoint or colocated")]
 DeadlineS = Annotated[float, typer.Option(min=0.1, metavar="S", help="as the key of that name; see docs/runs.md")]
 ApiKeyEnv = Annotated[
@@ -35,6 +40,13 @@ def read_keys_of(api_variable: str, admin_variable: str) -> EngineKeys:
         return read_keys(api_variable, admin_variable)
     except KeyMissing as error:
         raise ConfigError(str(error)) from error
+
+
+def weights_mode(word: str) -> VerifyWeights:
+    known = get_args(VerifyWeights)
+    if word not in known:
+        raise ConfigError(f"--verify-weights {word} is unknown; there are {', '.join(known)}")
+    return word  # type: ignore[return-value]
 
 
 def holders(names: list[str] | None) -> frozenset[str]:

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, field_validator, model_validator
 
 from slime_backend.config.section import Section
+from slime_backend.fleet.weights import VerifyWeights
 from slime_backend.planner.at_start import AUTO
 from slime_backend.policy import Layout, Policy, PrefixSharing, decide
 
@@ -17,6 +18,9 @@ class PublicationConfig(Section):
     layout: Layout = "disjoint"
     disjoint_prefix_sharing: PrefixSharing = "off"
     transport: Literal["disk", "distributed"] = "disk"
+    verify_weights: VerifyWeights = Field(
+        "auto", description="engines' weights by content, between load and label: auto, full, sample or off"
+    )
     keep_versions: int | None = Field(
         None, ge=2, description="checkpoints of older versions are removed once nothing needs them; none: all are kept"
     )

@@ -186,7 +186,7 @@ class EngineClient(EngineCalls):
         body = {"serialized_named_tensors": list(serialized), "load_format": load_format, "flush_cache": False}
         await self.call("POST", "/update_weights_from_tensor", body=body, deadline=self.deadlines.load)
 
-    async def weight_digests(self, skip: Sequence[str] = ()) -> list[RankDigests]:
+    async def weight_digests(self, skip: Sequence[str] = (), *, deadline: float | None = None) -> list[RankDigests]:
         """The engine's own digest of each tensor, by rank, but for those whose names contain a string of `skip`.
 
         Raises EngineRefused where this SGLang can't make them.
@@ -194,7 +194,8 @@ class EngineClient(EngineCalls):
         body: dict[str, Any] = {"action": "checksum"}
         if skip:
             body["skip_tensor_list"] = list(skip)
-        answer = await self.call("POST", DIGESTS_PATH, body=body, deadline=self.deadlines.load, repeatable=True)
+        seconds = self.deadlines.load if deadline is None else deadline
+        answer = await self.call("POST", DIGESTS_PATH, body=body, deadline=seconds, repeatable=True)
         try:
             return read_digests(answer)
         except ValueError as error:

@@ -159,6 +159,7 @@ async def _train(config: RunConfig, base: Path, run_dir: Path, *, resume: bool, 
             served = files.weights(version)
             await asyncio.to_thread(trainer.source.save, served)
             async with running_fleet(config.engines, config.policy, served, version, run_dir, reporter.log) as fleet:
+                fleet.weights.mode = config.publication.verify_weights
                 outcome["engines_ready_s"] = round(time.monotonic() - started, 1)
                 run = _Run(config, fleet, trainer, base, tracker, reporter, run_dir, audit_process, version)
                 if audit_process is not None:
@@ -269,6 +270,7 @@ class _Run:
         self.worker = RolloutWorker(fleet, config.task, config.model.seed, task, tokenizer, run_dir, reporter.log)
         files = RunDir(run_dir)
         self.publications = JsonlWriter(files.publications, durable=True)
+        self.weight_digests = JsonlWriter(files.weight_digests)
         self.steps_file = JsonlWriter(files.steps, durable=True)
         self.staleness = JsonlWriter(files.staleness)
         self.transport = self._transport()
@@ -338,6 +340,8 @@ class _Run:
             self.tracker.alert(publication_alerts(error.report))
             raise
         self.publications.append(report.to_json())
+        if report.digests is not None:
+            self.weight_digests.append(report.digests)
         self.tracker.alert(publication_alerts(report))
         for engine, reason in report.unconfirmed.items():
             self.reporter.log(f"publication {version}: {engine} is retired: {reason}")

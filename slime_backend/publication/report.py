@@ -89,6 +89,7 @@ class PublicationReport:
     verified_ms: float | None = None  # from the first pause sent until the last engine is paused, flushed and verified
     wall_ms: float = 0.0  # pause to resumed, over all engines
     engines: list[EngineOutcome] = field(default_factory=list)
+    digests: dict[str, Any] | None = None  # of the confirmed engines' weights: a line of weight_digests.jsonl
 
     @property
     def unconfirmed(self) -> dict[str, str]:
@@ -100,6 +101,7 @@ class PublicationReport:
         `policy` is its sentence, for people; `policy_fields` are its facts (run_files/rows.py reads them).
         """
         row = {**asdict(self), "policy": str(self.policy), "policy_fields": asdict(self.policy)}
+        del row["digests"]
         for outcome, recorded in zip(self.engines, row["engines"], strict=True):
             del recorded["times"]
             recorded |= outcome.row_times()

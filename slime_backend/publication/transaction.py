@@ -293,7 +293,7 @@ class Publication:
                 target.outcome.stayed = True
         if self._confirmed:
             self.report.state = "resumed"
-            self._weights.keep(self._confirmed, self.version)
+            self.report.digests = self._weights.keep(self._confirmed, self.version)
             self.fleet.move_to(self.version, [t.member for t in self._confirmed])
         else:
             self.report.state = "failed"

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slime_backend.engine_client import EngineClient, EngineError
 from slime_backend.engine_client.weight_digests import RankDigests
@@ -36,6 +36,7 @@ from slime_backend.weight_sources.digests import of_checkpoint, parts_of
 AUTO_MS = 100.0
 # What `auto` digests of a source: a second or two while the engines generate, a tenth of one while they are paused.
 AUTO_AHEAD_BYTES, AUTO_PAUSED_BYTES = 2 << 30, 64 << 20
+MEET_S = 30.0  # for an engine's first digests, while it generates
 SAMPLED_PARTS = 8  # of `sample`, at least
 NAMED = 3  # tensors in a reason
 KEPT = "kept its old bytes"
@@ -209,7 +210,7 @@ class WeightCheck:
         records.without.pop(client.name, None)
         started = time.perf_counter()
         try:
-            ranks = await client.weight_digests()
+            ranks = await client.weight_digests(deadline=min(MEET_S, client.deadlines.load))
         except EngineError as error:
             records.served.pop(client.name, None)
             records.without[client.name] = (client.instances, error.seen)
@@ -268,11 +269,11 @@ class WeightCheck:
         served = self._records.served[engine]
         return Look(served, self._found[engine][0], current=served.version is not None)
 
-    def keep(self, confirmed: Iterable[Target], version: str) -> None:
-        """The confirmed engines have these weights from now on."""
+    def keep(self, confirmed: Iterable[Target], version: str) -> dict[str, Any] | None:
+        """The confirmed engines have these weights from now on. Returns their digests, to be recorded."""
         records = self._records
         if self.off:
-            return
+            return None
         records.publications += 1
         for target in confirmed:
             if target.name not in self._found:
@@ -284,6 +285,8 @@ class WeightCheck:
             if self._sent is not None:
                 records.served[target.name].learn(self._sent)
         records.sent = self._sent
+        seen = {target.name: self._found[target.name][0] for target in confirmed if target.name in self._found}
+        return _row(version, self._sent, seen)
 
 
 def _note(target: Target, look: Look) -> None:
@@ -296,6 +299,17 @@ def _note(target: Target, look: Look) -> None:
         outcome.weights_verified = True
     else:
         outcome.weights_not_verified = "nothing is known that its tensors could be compared with"
+
+
+def _row(version: str, sent: Sent | None, seen: Mapping[str, Sequence[RankDigests]]) -> dict[str, Any] | None:
+    """A line of weight_digests.jsonl: ranks with the same digests share them."""
+    ranks: dict[tuple[object, frozenset[tuple[str, str]]], dict[str, Any]] = {}
+    for engine, digests in seen.items():
+        for rank in digests:
+            key = rank.place, frozenset(rank.digests.items())
+            row = ranks.setdefault(key, {"place": rank.place, "engines": [], "digests": rank.digests})
+            row["engines"] += [engine] * (engine not in row["engines"])
+    return {"version": version, "sent": sent, "ranks": list(ranks.values())} if seen else None
 
 
 def _after(before: ServedWeights, ranks: Sequence[RankDigests], version: str) -> ServedWeights:

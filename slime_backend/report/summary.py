@@ -95,6 +95,10 @@ def _publications(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for engine in engines:
             for name in ENGINE_SUMS:
                 counts[name] += engine[name]
+            if engine["confirmed"]:  # lines of earlier versions don't say
+                counts["weights_verified"] += engine.get("weights_verified") is True
+                counts["weights_not_verified"] += engine.get("weights_verified") is not True
+            counts["tensors_verified"] += engine.get("tensors_verified") or 0
             if engine["paused_ms"] is not None:
                 paused.add(engine["paused_ms"])
             times = times_of(engine)
@@ -109,6 +113,9 @@ def _publications(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "engines_confirmed_each": sorted(confirmed_each),
         "flushes_verified": counts["flush_verified"],
         "sweeps_verified": counts["sweep_verified"],
+        "weights_verified": counts["weights_verified"],
+        "weights_not_verified": counts["weights_not_verified"],
+        "tensors_verified": counts["tensors_verified"],
         "tokens_swept": counts["tokens_swept"],
         "publications_with_retractions": counts["with_retractions"],
         "requests_retracted": counts["requests_retracted"],

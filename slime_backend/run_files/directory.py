@@ -109,6 +109,11 @@ class RunDir:
         return self.path / "publications.jsonl"
 
     @property
+    def weight_digests(self) -> Path:
+        """One line for each version: a digest of each tensor, as it was sent and as each engine had it."""
+        return self.path / "weight_digests.jsonl"
+
+    @property
     def all_weights(self) -> Path:
         """A directory: one checkpoint for each published version, which the audit recomputes rollouts from."""
         return self.path / "weights"

@@ -23,6 +23,8 @@ from typing import Any, Literal
 
 from slime_backend.simulation.fake_scheduler import FakeRank, FakeRequest, spans
 from slime_backend.simulation.http_server import HttpServer, Reply
+from slime_backend.weight_sources.checkpoint_check import read_checkpoint
+from slime_backend.weight_sources.digests import of_checkpoint
 from slime_backend.wire import ACTIVE, REPORT_KEY, REPORTS_PATH
 
 Fault = Literal[
@@ -94,6 +96,7 @@ class FakeEngine:
         `health_s`: how long /health waits for a scheduler's answer."""
         self.label = version
         self.loaded = version  # the weights that really are in memory
+        self.loaded_from: Path | None = None  # the checkpoint on disk
         self.kept: dict[str, str] = {}  # tensors that a load leaves alone -> the weights that they are of
         self.info: dict[str, Any] = {}  # further fields of /server_info
         self.latency_s = latency_s
@@ -249,7 +252,7 @@ class FakeEngine:
         if path.is_absolute() and not path.exists():
             self._load(success=False)
             return Reply({"success": False, "message": f"no model at {path}", "num_paused_requests": 0}, 400)
-        self.loaded = path.name
+        self.loaded, self.loaded_from = path.name, path if path.is_absolute() else None
         self._load()
         return Reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
 
@@ -288,8 +291,8 @@ class FakeEngine:
 
     async def on_weights_checker(self, body: dict[str, Any]) -> Reply:
         skipped = body.get("skip_tensor_list") or ()
-        names = [name for name in TENSORS if not any(part in name for part in skipped)]
-        checksums = {name: digest_of(self.kept.get(name, self.loaded), name) for name in names}
+        found = await asyncio.to_thread(self._digests)
+        checksums = {name: digest for name, digest in found.items() if not any(part in name for part in skipped)}
         size = self.ranks[0].tensor_size
         ranks = [
             {
@@ -300,6 +303,12 @@ class FakeEngine:
             for rank in range(size)
         ]
         return Reply({"success": True, "message": "Success.", "ranks": ranks})
+
+    def _digests(self) -> dict[str, str]:
+        """Of the checkpoint that was loaded last; of three made-up tensors where weights were just a name."""
+        if self.loaded_from is not None and any(self.loaded_from.glob("*.safetensors")):
+            return {name: forms[0] for name, forms in of_checkpoint(read_checkpoint(self.loaded_from)).items()}
+        return {name: digest_of(self.kept.get(name, self.loaded), name) for name in TENSORS}
 
     async def on_abort_request(self, body: dict[str, Any]) -> Reply:
         if body.get("abort_all") or body.get("rid"):

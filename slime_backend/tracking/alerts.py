@@ -2,6 +2,7 @@
 
 Flush not verified   an engine's own counts don't show that it is paused and its cache was emptied
 Pause not verified   an engine's own counts don't show that it is paused, where its cache is kept
+Weights not verified an engine's own digests of its weights aren't those of what was sent
 Engine retired       an engine isn't confirmed at the new version: the fleet goes on with fewer
 Engine not updated   no engine is, and this one's weights weren't touched: it goes on at the old version
 Publication failed   no engine reached the new version
@@ -18,8 +19,8 @@ from typing import Literal
 from slime_backend.publication import PublicationReport
 
 Level = Literal["WARN", "ERROR"]
-# By the step that follows the pause, which is the policy's `after_pause`: a flush is made, or nothing but a pause.
-UNVERIFIED = {"flush": "Flush not verified", "verify": "Pause not verified"}
+# The step behind the pause is one of two, by the policy: a flush is made, or nothing but a pause.
+UNVERIFIED = {"flush": "Flush not verified", "verify": "Pause not verified", "weights": "Weights not verified"}
 NAMED_RECEIPTS = 3
 # Of the mean |trainer - engine| over tokens of lag 0, at temperature 1, by the engine's dtype. In float32 both compute
 # the same to some 1e-6, to 1e-4 where one of them uses TF32. bfloat16 has 8 bits of mantissa: an honest engine differs

@@ -11,7 +11,7 @@ from slime_backend.publication import EngineOutcome, PublicationReport
 from slime_backend.report.summary import prefix_figures
 from slime_backend.tracking.columns import StepMetrics
 
-PHASES = ("pause_ms", "flush_ms", "verify_ms", "load_ms", "label_ms", "resume_ms", "paused_ms")
+PHASES = ("pause_ms", "flush_ms", "verify_ms", "load_ms", "weights_ms", "label_ms", "resume_ms", "paused_ms")
 
 
 def of_rollouts(records: Sequence[RolloutRecord], resubmitted: int) -> dict[str, Any]:
@@ -67,6 +67,8 @@ def publication_row_metrics(row: Mapping[str, Any]) -> dict[str, float]:
         "confirmed": total("confirmed"),
         "flushes_verified": total("flush_verified"),
         "sweeps_verified": total("sweep_verified"),
+        "weights_verified": sum(e.get("weights_verified") is True for e in engines),
+        "tensors_verified": total("tensors_verified"),
         "tokens_swept": total("tokens_swept"),
         "in_flight": total("in_flight"),
         "requests_retracted": total("requests_retracted"),

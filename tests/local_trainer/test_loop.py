@@ -16,6 +16,7 @@ import pytest
 
 from slime_backend.config import make_config
 from slime_backend.errors import RunError
+from slime_backend.fleet.weights import WeightRecords
 from slime_backend.local_trainer import loop
 from slime_backend.policy import decide
 from slime_backend.publication import EngineOutcome, PublicationReport
@@ -74,7 +75,7 @@ def train(tmp_path, monkeypatch, run_async):
 
     @asynccontextmanager
     async def fleet(*args, **kwargs):
-        yield SimpleNamespace()
+        yield SimpleNamespace(weights=WeightRecords())
 
     async def publish(fleet, transport, version):
         engines = [EngineOutcome(name, paused_ms=1.0, confirmed=True) for name in ("engine0", "engine1")]

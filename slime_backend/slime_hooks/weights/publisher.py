@@ -22,6 +22,7 @@ from slime_backend.engine_client import Deadlines, EngineClient, EngineError, En
 from slime_backend.engine_client.keys import EngineKeys, read_keys
 from slime_backend.event_loop import LoopThread
 from slime_backend.fleet import Fleet, FleetError, Member, admit
+from slime_backend.fleet.weights import VerifyWeights
 from slime_backend.policy import Policy
 from slime_backend.publication import PublicationError, PublicationReport, publish
 from slime_backend.run_files import RunDir
@@ -72,6 +73,7 @@ class SlimePublisher:
         allow: Iterable[str] = (),
         discard_retired: bool = False,
         keys: EngineKeys | None = None,
+        verify_weights: VerifyWeights = "auto",
     ) -> None:
         self._keys = keys
         self.fleet = Fleet(policy, version, allow=frozenset(allow), withdraw=self._withdraw)
@@ -81,10 +83,13 @@ class SlimePublisher:
         self._engines: dict[str, Engine] = {}  # by the name of their member
         self._routed: set[str] = set()
         self._guard = threading.Lock()  # of `_routed`: the loop's helper threads take engines out at any time
+        self.fleet.weights.mode = verify_weights
         self._records = JsonlWriter(RunDir(run_dir).publications)
+        self._digests = JsonlWriter(RunDir(run_dir).weight_digests)
 
     def close(self) -> None:
         self._records.close()
+        self._digests.close()
         self.loop.stop()
 
     # ---- who takes part -----------------------------------------------------------------------------------------
@@ -163,6 +168,8 @@ class SlimePublisher:
 
     def _record(self, report: PublicationReport) -> None:
         self._records.append(report.to_json())
+        if report.digests is not None:
+            self._digests.append(report.digests)
         for engine in report.engines:
             if not engine.confirmed:
                 why = f"{engine.failed_step}: {engine.reason}"
@@ -257,4 +264,5 @@ def make(args: Any, version: str) -> SlimePublisher:
         allow=args.allow_kv_holder,
         discard_retired=bool(args.use_fault_tolerance) and not args.rollout_external,
         keys=engine_keys(args),
+        verify_weights=args.verify_weights,
     )
