@@ -136,6 +136,16 @@ def test_samples_come_round_to_every_tensor(run_async, mode: VerifyWeights, part
     assert looked[0] == looked[parts]
 
 
+def test_a_first_look_that_had_to_wait_is_not_remembered(run_async):
+    async def scenario():
+        async with fake_fleet(1) as (fleet, _):
+            fleet.weights.slowest_ms = 1e6  # it waited behind a long step
+            return [(await published(f"v{n}", fleet)).engines[0].tensors_looked_at for n in (1, 2)]
+
+    first, second = run_async(scenario())
+    assert first < second == len(TENSORS)
+
+
 def test_a_restarted_engine_is_looked_at_again(run_async):
     async def scenario():
         async with fake_fleet(2) as (fleet, engines):

@@ -41,5 +41,5 @@ class WeightRecords:
     without: dict[str, tuple[frozenset[str], str]] = field(
         default_factory=dict
     )  # engine -> (instances, why no digests)
-    slowest_ms: float = 0.0  # for all tensors of one engine, the last time that all were digested
+    slowest_ms: float = 0.0  # that the slowest engine needs for all of its tensors, by its last digests
     publications: int = 0  # decides which sample is next
