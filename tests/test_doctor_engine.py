@@ -33,7 +33,15 @@ def test_doctor_on_an_engine_with_the_plugin(engine, run_async):
 
     before, diagnosis, after, reports = run_async(scenario(), 300)
     verdicts = {f.check: f.verdict for f in diagnosis.findings}
-    for check in ("retract pause", "in-place pause", "label", "sampled spans", "prefix sharing", "kv evidence"):
+    for check in (
+        "retract pause",
+        "in-place pause",
+        "label",
+        "weight digests",
+        "sampled spans",
+        "prefix sharing",
+        "kv evidence",
+    ):
         assert verdicts[check] == "holds", diagnosis
     assert verdicts["flush after a retract"] == "holds"
     assert verdicts["no other KV holder"] == "holds"

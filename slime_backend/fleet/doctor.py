@@ -71,6 +71,7 @@ async def diagnose(client: EngineClient, allow: frozenset[str] = frozenset()) ->
         ("retract pause", "requests in flight survive a publication and are prefilled again", _retract_pause),
         ("in-place pause", "requests in flight keep their KV across a publication", _in_place_pause),
         ("label", "rollouts can be told apart by version", _label),
+        ("weight digests", "an engine that kept old tensors is found before it resumes", _digests),
         ("sampled spans", "a rollout that crosses a publication says which tokens are whose", _spans),
     ]
     if radix_on:
@@ -279,6 +280,16 @@ async def _spans(client: EngineClient) -> tuple[bool, str]:
     if not spans:
         return False, f"no {SAMPLED_SPANS_KEY}; the answer claims {meta.get('weight_version')} throughout"
     return [s["version"] for s in spans] == names, f"{len(spans)} spans over {spans[-1]['end']} tokens"
+
+
+async def _digests(client: EngineClient) -> tuple[bool, str]:
+    """Twice over the same weights, as before and after a load that changes nothing."""
+    first, started = await client.weight_digests(), time.monotonic()
+    second, seconds = await client.weight_digests(), time.monotonic() - started
+    tensors = sum(len(rank.digests) for rank in first)
+    same = sum(a.digests == b.digests for a, b in zip(first, second, strict=True))
+    seen = f"{tensors} tensors in {seconds * 1000:.0f} ms; {same} of {len(first)} ranks the same twice"
+    return same == len(first), seen
 
 
 async def _scope(client: EngineClient) -> tuple[bool, str]:

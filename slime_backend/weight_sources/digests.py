@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime_backend.weight_sources.checkpoint_check import READ_BYTES, Checkpoint
+from slime_backend.weight_sources.checkpoint_check import Checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+BUFFER_BYTES = 1 << 18  # stays in a core's cache between the read and the digest
 ROWS = 64  # what SGLang pads the vocabulary to a multiple of
 Forms = tuple[str, ...]
 _JOINED_IN = {part: fused for fused, parts in FUSED.items() for part in parts}
@@ -68,12 +69,13 @@ def _joined_name(name: str) -> str:
 def _read_into(digest: Any, found: Checkpoint, name: str) -> None:
     header = found.tensors[name]
     assert header.file is not None
-    with header.file.open("rb") as file:
+    buffer = memoryview(bytearray(BUFFER_BYTES))
+    with header.file.open("rb", buffering=0) as file:
         file.seek(header.start)
         left = header.end - header.start
-        while left and (chunk := file.read(min(left, READ_BYTES))):
-            digest.update(chunk)
-            left -= len(chunk)
+        while left and (count := file.readinto(buffer[:left])):
+            digest.update(buffer[:count])
+            left -= count
 
 
 @dataclass(slots=True)
