@@ -240,21 +240,42 @@ class KvSegment:
     token is computed with the next token. Its spans say which version computed the KV of each position. A retract
     replaces the context of the tokens that follow it, an in-place publication splits it; both leave earlier segments
     as they were.
+
+    `context` is what follows from the order of events; `measured`: each position's slot was found to have been written
+    by the version that `context` names, or else `measured_context` is what was found (hook kv_stamps).
     """
 
     start: int
     end: int
     version: str
     context: tuple[Span, ...]
+    measured: bool = False
+    measured_context: tuple[Span, ...] = ()
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether the KV was written by other weights than is claimed."""
+        return bool(self.measured_context)
 
     @classmethod
     def from_json(cls, data: Any) -> KvSegment:
-        built = _build(cls, data)
-        return cls(built.start, built.end, built.version, tuple(Span.from_json(s) for s in built.context))
+        """Records of an engine without stamps, and of earlier versions, have nothing measured."""
+        built = _build(cls, {**_UNMEASURED, **data} if isinstance(data, Mapping) else data)
+        found = tuple(Span.from_json(s) for s in built.measured_context or ())
+        context = tuple(Span.from_json(s) for s in built.context)
+        return cls(built.start, built.end, built.version, context, bool(built.measured), found)
 
     def to_json(self) -> dict[str, Any]:
         context = [span.to_json() for span in self.context]
-        return {"start": self.start, "end": self.end, "version": self.version, "context": context}
+        data: dict[str, Any] = {"start": self.start, "end": self.end, "version": self.version, "context": context}
+        if self.measured:
+            data["measured"] = True
+        if self.measured_context:
+            data["measured_context"] = [span.to_json() for span in self.measured_context]
+        return data
+
+
+_UNMEASURED = {"measured": False, "measured_context": ()}
 
 
 @dataclass(frozen=True, slots=True)

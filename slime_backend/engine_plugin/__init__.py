@@ -10,6 +10,7 @@ the one to refuse.
     kv_evidence    kv_evidence.py     /server_info: what each scheduler counted itself; when weights change it waits for
                                       the device (device_fence.py) and drops image features (image_features.py)
     kv_spans       kv_spans.py        meta_info: which weights sampled each token, and which computed its context
+    kv_stamps      kv_stamps.py       meta_info: measures by stamps on the slots what kv_spans claims
     scope          scope.py           radix-cache keys: the weight epoch; sweeps older entries at a publication
     swa_anchors    swa_anchors.py     radix cache: keeps a sliding window where prompts may diverge
     paused_sleep   paused_sleep.py    lets a paused scheduler sleep until the next message
@@ -35,6 +36,7 @@ HOOK_MODULES: dict[str, str] = {
     "cpu_attention": "slime_backend.engine_plugin.cpu_attention",
     "kv_evidence": "slime_backend.engine_plugin.kv_evidence",
     "kv_spans": "slime_backend.engine_plugin.kv_spans",
+    "kv_stamps": "slime_backend.engine_plugin.kv_stamps",
     "scope": "slime_backend.engine_plugin.scope",
     "swa_anchors": "slime_backend.engine_plugin.swa_anchors",
     "paused_sleep": "slime_backend.engine_plugin.paused_sleep",

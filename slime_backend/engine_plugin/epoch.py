@@ -58,6 +58,14 @@ class WeightEpoch:
         """Version name of an epoch."""
         return self._names.get(epoch) or self._current_version()
 
+    def name_if_known(self, epoch: int) -> str:
+        """As `version`, of an epoch that may be older than any request, or none at all."""
+        if epoch < 0:
+            return "unwritten"
+        if epoch == self.number:
+            return self._current_version()
+        return self._names.get(epoch) or f"epoch {epoch}"
+
     def forget_before(self, epoch: int) -> None:
         """Drop the names of older epochs, which nobody will ask for: a run may publish a hundred thousand times."""
         for older in [number for number in self._names if number < epoch]:

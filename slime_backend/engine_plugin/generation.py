@@ -41,6 +41,15 @@ def committed_length(req: Any) -> int:
     return int((record if hasattr(record, "kv_committed_len") else req).kv_committed_len)
 
 
+ROW_USES: tuple[Need, ...] = ((f"{RECORD}.req_pool_idx", f"{REQ}.req_pool_idx"),)
+
+
+def row_of(req: Any) -> int:
+    """The row of a KV-holding request in the table of slots; in its record from SGLang 0.5.19."""
+    record: Any = getattr(req, "kv", None)
+    return int((record if hasattr(record, "req_pool_idx") else req).req_pool_idx)
+
+
 PREFIX_USES: tuple[Need, ...] = ((f"{REQ}.prefix_len", f"{REQ}.prefix_indices"),)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from slime_backend import wire
@@ -57,6 +58,9 @@ STREAMER_USES: tuple[Need, ...] = (
     "sglang.srt.utils.weight_versions.WeightVersionEvent",
 )
 
+# Called before the values of finished requests are made: what is measured has to be read by then (kv_stamps.py).
+BEFORE_REPORT: list[Callable[[], None]] = []
+KEPT_NAMES = 64  # of epochs that no request names, for slots that were written long ago
 # Requests that were admitted and have not been reported yet. Weak: SGLang may drop a request without finishing it.
 _traces: weakref.WeakKeyDictionary[Any, RequestTrace] = weakref.WeakKeyDictionary()
 
@@ -126,7 +130,12 @@ def _on_epoch_end(scheduler: Any, ending: int) -> None:
     for req, trace in list(_traces.items()):
         committed = generation.committed_length(req) if holds_kv(req) else None
         trace.publish(ending, committed, sampled_tokens(req))
-    EPOCH.forget_before(min((trace.first_epoch for trace in _traces.values()), default=ending))
+    EPOCH.forget_before(min((trace.first_epoch for trace in _traces.values()), default=ending) - KEPT_NAMES)
+
+
+def trace_of(req: Any) -> RequestTrace | None:
+    """The record of a request that was admitted and hasn't been reported."""
+    return _traces.get(req)
 
 
 def _values_of(req: Any) -> dict[str, list[dict[str, Any]]]:
@@ -134,7 +143,10 @@ def _values_of(req: Any) -> dict[str, list[dict[str, Any]]]:
     trace = _traces.pop(req, None)
     if trace is None:
         return {}
-    segments = trace.kv_segments(EPOCH.number, len(req.output_ids_through_stop), EPOCH.version)
+    for read in BEFORE_REPORT:
+        guard.attempt(read, report=_report_unread, otherwise=None)
+    output = len(req.output_ids_through_stop)
+    segments = trace.kv_segments(EPOCH.number, output, EPOCH.version, EPOCH.name_if_known)
     return {
         wire.KV_PROVENANCE_KEY: [segment.to_json() for segment in segments],
         wire.PREFILLS_KEY: [prefill.to_json() for prefill in trace.prefills(EPOCH.version)],
@@ -160,6 +172,10 @@ def _streamer_class(cls: type, scheduler: Any) -> type:
         return cls
     registry.set_status(HOOK, wire.ACTIVE)
     return reporting_streamer(cls)
+
+
+def _report_unread(error: Exception) -> None:
+    registry.report_fault(("kv_stamps",), "the reading of stamps", error)
 
 
 def _report_fault(error: Exception) -> None:

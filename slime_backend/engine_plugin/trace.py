@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from slime_backend.wire import KvSegment, Prefill, Span
 
 Label = Callable[[int], str]
+UNWRITTEN = -1  # instead of an epoch: no pass of this process has written the slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class EpochSegment:
     end: int
     epoch: int
     context: tuple[EpochSpan, ...]
+    admission: int = 0  # whose KV it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class RequestTrace:
     admissions: list[Admission] = field(default_factory=list)
     _context: list[EpochSpan] = field(default_factory=list)  # of the KV held now, up to the last publication
     _segment_start: int = 0
+    # By admission: the epochs that wrote the slots of its KV, as found when it was given back.
+    _found: dict[int, tuple[EpochSpan, ...]] = field(default_factory=dict)
 
     @property
     def first_epoch(self) -> int:
@@ -84,15 +88,22 @@ class RequestTrace:
         if committed > known:
             self._context.append(EpochSpan(epoch, known, committed))
 
-    def kv_segments(self, epoch: int, sampled: int, label: Label) -> list[KvSegment]:
+    def measure(self, admission: int, found: tuple[EpochSpan, ...]) -> None:
+        """The KV of an admission, by the stamps of its slots."""
+        self._found[admission] = found
+
+    def kv_segments(self, epoch: int, sampled: int, label: Label, found_label: Label | None = None) -> list[KvSegment]:
         """Segments over output tokens 0 .. `sampled`, epochs named by `label`; `epoch` is the current one.
+
+        `found_label` names the epochs that were measured. A segment is measured where every position of its context
+        was; where that isn't what is claimed, it is the segment's `measured_context`.
 
         `sampled` may be less than what was sampled (a stop string, a token computed in vain): the rest is cut off.
         Equal neighbours are one segment.
         """
         segments = list(self.segments)
         if sampled > self._segment_start:
-            segments.append(EpochSegment(self._segment_start, sampled, epoch, self._context_for(epoch, sampled)))
+            segments.append(self._segment(epoch, sampled))
         named: list[KvSegment] = []
         for segment in segments:
             end = min(segment.end, sampled)
@@ -100,6 +111,7 @@ class RequestTrace:
                 continue
             context = self._named_context(segment.context, self.prompt_length + end - 1, label)
             item = KvSegment(segment.start, end, label(segment.epoch), context)
+            item = self._measured(segment, item, found_label or label)
             if named and _continues(named[-1], item, self.prompt_length):
                 item = replace(item, start=named.pop().start)
             named.append(item)
@@ -110,9 +122,19 @@ class RequestTrace:
 
     def _close_segment(self, epoch: int, sampled: int) -> None:
         if sampled > self._segment_start:
-            context = self._context_for(epoch, sampled)
-            self.segments.append(EpochSegment(self._segment_start, sampled, epoch, context))
+            self.segments.append(self._segment(epoch, sampled))
             self._segment_start = sampled
+
+    def _segment(self, epoch: int, sampled: int) -> EpochSegment:
+        context = self._context_for(epoch, sampled)
+        return EpochSegment(self._segment_start, sampled, epoch, context, len(self.admissions) - 1)
+
+    def _measured(self, segment: EpochSegment, claim: KvSegment, label: Label) -> KvSegment:
+        found, end = self._found.get(segment.admission, ()), self.prompt_length + claim.end - 1
+        if not found or found[-1].end < end:
+            return claim
+        context = self._named_context(found, end, label)
+        return replace(claim, measured=True, measured_context=() if context == claim.context else context)
 
     def _context_for(self, epoch: int, sampled: int) -> tuple[EpochSpan, ...]:
         known = self._context[-1].end if self._context else 0
@@ -138,7 +160,9 @@ class RequestTrace:
 
 def _continues(left: KvSegment, right: KvSegment, prompt_length: int) -> bool:
     """Whether `right` was sampled by the same version from the same KV, grown: then both are one segment."""
-    if left.version != right.version:
+    if left.version != right.version or left.measured != right.measured:
+        return False
+    if left.measured_context or right.measured_context:
         return False
     end = prompt_length + left.end - 1
     grown = [Span(s.version, s.start, min(s.end, end)) for s in right.context if s.start < end]

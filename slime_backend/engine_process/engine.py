@@ -38,6 +38,7 @@ DEFAULT_HOOKS = ("cpu_attention", "kv_evidence", "kv_spans")
 # What a run asks for: also what one SGLang or one kind of model needs, which reports "not needed" elsewhere.
 RUN_HOOKS = (
     *DEFAULT_HOOKS,
+    "kv_stamps",
     "paused_sleep",
     "retract_frees",
     "retract_flush",

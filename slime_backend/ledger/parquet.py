@@ -36,7 +36,14 @@ OPEN_FILES = 64  # opening one costs as much as reading a row group
 
 _SPAN = pa.struct([("version", pa.string()), ("start", pa.int64()), ("end", pa.int64())])
 _SEGMENT = pa.struct(
-    [("start", pa.int64()), ("end", pa.int64()), ("version", pa.string()), ("context", pa.list_(_SPAN))]
+    [
+        ("start", pa.int64()),
+        ("end", pa.int64()),
+        ("version", pa.string()),
+        ("context", pa.list_(_SPAN)),
+        ("measured", pa.bool_()),
+        ("measured_context", pa.list_(_SPAN)),
+    ]
 )
 _SHORT_SEGMENT = pa.struct([*_SEGMENT, (KEEP, pa.int64())])  # as it lies in a line
 _PREFILL = pa.struct(

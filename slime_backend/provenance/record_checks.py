@@ -35,6 +35,8 @@ def check_stored(data: Mapping[str, Any]) -> None:
             raise RecordError(f"a stored segment's keep is {_short(kept)}, not a count")
         for span in _objects(segment.get("context"), "context"):
             _check_span(span, "context")
+        for span in _objects(segment.get("measured_context") or [], "measured_context"):
+            _check_span(span, "measured_context")
 
 
 def check_answer(meta: Mapping[str, Any], keys: Mapping[str, str]) -> None:

@@ -21,7 +21,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from slime_backend.provenance.record_checks import why_no_logprobs
@@ -99,7 +99,7 @@ def note_call(sample: Any, meta_info: Mapping[str, Any], new_tokens: int) -> Non
         submitted_at=now - float(meta_info.get("e2e_latency") or 0.0),
         finished_at=now,
         spans=tuple(_shifted(Span.from_json(s), start) for s in meta_info[SAMPLED_SPANS_KEY]),
-        segments=tuple(KvSegment(s.start + start, s.end + start, s.version, s.context) for s in segments),
+        segments=tuple(replace(s, start=s.start + start, end=s.end + start) for s in segments),
         prefills=tuple(Prefill.from_json(p) for p in meta_info.get(PREFILLS_KEY) or ()),
     )
     notes(sample).setdefault("calls", []).append(json.loads(json.dumps(asdict(call))))  # lists for tuples
@@ -141,9 +141,7 @@ def record_of(
         reward=reward,
         finish_reason=call.finish_reason,
         spans=tuple(_shifted(s, -call.start) for s in call.spans),
-        segments=tuple(
-            KvSegment(s.start - call.start, s.end - call.start, s.version, s.context) for s in call.segments
-        ),
+        segments=tuple(replace(s, start=s.start - call.start, end=s.end - call.start) for s in call.segments),
         prefills=call.prefills,
         submitted_at=call.submitted_at,
         finished_at=call.finished_at,
