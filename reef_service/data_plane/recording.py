@@ -76,7 +76,11 @@ def clip(meta: Mapping[str, Any], prompt: int, count: int) -> dict[str, list[dic
         {
             **segment,
             "end": (end := min(segment["end"], count)),
-            "context": _clipped(segment["context"], prompt + end - 1),
+            **{
+                name: _clipped(segment[name], prompt + end - 1)
+                for name in ("context", "measured_context")
+                if name in segment
+            },
         }
         for segment in meta[KV_PROVENANCE_KEY]
         if segment["start"] < count

@@ -128,7 +128,7 @@ class Audit:
             return False
         self._recorded += 1
         self._recorded_crossing += record.crossing
-        return self.sample.offer(record.receipt, record.crossing)
+        return self.sample.offer(record.receipt, record.crossing, record.contradicted)
 
     def check(self, record: RolloutRecord) -> None:
         """Check a rollout that was asked for; one whose weights were removed since is counted and left alone."""

@@ -100,13 +100,14 @@ class Sample:
         self._first: list[tuple[int, str]] = []
         self._rest: list[tuple[int, str]] = []
 
-    def offer(self, receipt: str, crossing: bool) -> bool:
-        """Whether this rollout is in the sample of those seen so far, itself included."""
+    def offer(self, receipt: str, crossing: bool, suspect: bool = False) -> bool:
+        """Whether this rollout is in the sample of those seen so far, itself included. `suspect`: it wins every lot."""
         if self.count is None:
             return True
         loser: str | None = receipt
-        if crossing:
-            loser = _push(self._first, (-self._lot("first", receipt), receipt), self.count // 2)
+        if crossing or suspect:
+            lot = 0 if suspect else self._lot("first", receipt)
+            loser = _push(self._first, (-lot, receipt), self.count // 2)
         if loser is not None:  # it draws again: who lost the first time is no worse off among the rest
             heapq.heappush(self._rest, (-self._lot("rest", loser), loser))
         out = heapq.heappop(self._rest)[1] if len(self._rest) > self.count - len(self._first) else None

@@ -45,6 +45,7 @@ _SEGMENT = pa.struct(
         ("measured_context", pa.list_(_SPAN)),
     ]
 )
+_MEASURED = ("measured", "measured_context")
 _SHORT_SEGMENT = pa.struct([*_SEGMENT, (KEEP, pa.int64())])  # as it lies in a line
 _PREFILL = pa.struct(
     [
@@ -242,4 +243,6 @@ def _to_record(row: dict[str, Any]) -> dict[str, Any]:
     extra = row.pop("extra")
     del row["versions"]
     record = {key: value for key, value in row.items() if value is not None}
+    # A line has these only where there is something in them, and a file of an earlier version lacks the columns.
+    record["segments"] = [{k: v for k, v in item.items() if v or k not in _MEASURED} for item in record["segments"]]
     return {**record, **(json.loads(extra) if extra else {})}

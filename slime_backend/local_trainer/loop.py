@@ -53,7 +53,7 @@ from slime_backend.run_files.jsonl import JsonlWriter
 from slime_backend.run_files.rows import policy_of, sound_rows
 from slime_backend.run_files.runs import is_used, new_run_dir, remove_unbegun
 from slime_backend.simulation import models
-from slime_backend.tracking.alerts import audit_alerts, gap_alerts, publication_alerts
+from slime_backend.tracking.alerts import audit_alerts, contradiction_alerts, gap_alerts, publication_alerts
 from slime_backend.tracking.columns import StepMetrics
 from slime_backend.tracking.metrics import of_rollouts, publication_metrics
 from slime_backend.tracking.tracker import Tracker, make_tracker
@@ -302,6 +302,7 @@ class _Run:
             # On disk before anybody serves it: see checkpoint.py.
             await asyncio.to_thread(self.trainer.source.save, RunDir(self.run_dir).weights(version))
             await asyncio.to_thread(self.trainer.save_state, self.run_dir, step)
+            self._report_contradictions(step, batch)
             log_step(self.tracker, row)  # once it can't be trained again: no step is logged with two outcomes
             report = await self._publish(version)
             await self._remove_old_versions(step)
@@ -314,6 +315,12 @@ class _Run:
         for decision in batch.decisions:
             if decision.action != "train":
                 self.staleness.append({"step": step, **decision.to_json()})
+
+    def _report_contradictions(self, step: int, batch: Batch) -> None:
+        alerts = contradiction_alerts(step, [r.receipt for r in batch.records if r.contradicted])
+        self.tracker.alert(alerts)
+        for alert in alerts:
+            self.reporter.log(f"{alert.title}: {alert.text}")
 
     def _train(self, batch: Batch) -> StepMetrics:
         return self.trainer.step(batch.samples())

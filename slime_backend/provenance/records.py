@@ -137,6 +137,16 @@ class RolloutRecord:
         return classes.is_carried(self.segments)
 
     @property
+    def measured(self) -> bool:
+        """The slots of all of its KV were read."""
+        return bool(self.segments) and all(segment.measured for segment in self.segments)
+
+    @property
+    def contradicted(self) -> bool:
+        """Some of its KV was written by other weights than its record claims, by the stamps of the slots."""
+        return any(segment.contradicted for segment in self.segments)
+
+    @property
     def crossing(self) -> bool:
         """It lived through a publication, or was retracted: where a fault would show first."""
         return self.mixed or self.carried or self.retractions > 0

@@ -144,6 +144,8 @@ def _rollouts(
             counts["mixed"] += record.mixed
             counts["carried"] += record.carried
             counts["retracted"] += record.retractions > 0
+            counts["measured"] += record.measured
+            counts["contradicted"] += record.contradicted
             prefixes.add(record)
         lost, doubled = receipts.lost_and_doubled()
         return {
@@ -157,6 +159,8 @@ def _rollouts(
             "rollouts_mixed": counts["mixed"],
             "rollouts_carried": counts["carried"],
             "rollouts_retracted": counts["retracted"],
+            "rollouts_measured": counts["measured"],
+            "kv_contradictions": counts["contradicted"],
             **prefixes.figures(),
         }
 

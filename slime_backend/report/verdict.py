@@ -126,6 +126,9 @@ def _rollouts(summary: Mapping[str, Any]) -> list[Finding]:
         return []
     lost, doubled, aborted = (_int(summary, f"rollouts_{name}") for name in ("lost", "doubled", "aborted"))
     findings = []
+    if contradicted := _int(summary, "kv_contradictions"):
+        text = f"{_times(contradicted, 'rollout')} sampled from KV of other weights than the record claims."
+        findings.append(Finding("bad", text))
     if doubled:
         findings.append(Finding("bad", f"{_times(doubled, 'rollout')} recorded twice."))
     if lost:

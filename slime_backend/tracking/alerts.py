@@ -6,6 +6,7 @@ Weights not verified an engine's own digests of its weights aren't those of what
 Engine retired       an engine isn't confirmed at the new version: the fleet goes on with fewer
 Engine not updated   no engine is, and this one's weights weren't touched: it goes on at the old version
 Publication failed   no engine reached the new version
+KV contradiction     the stamps of a rollout's KV slots aren't of the weights that its record claims
 Audit violation      a rollout is not what its record claims
 Log-probs differ     the trainer's log-probs of tokens that its own weights sampled aren't the engine's
 """
@@ -60,9 +61,23 @@ def audit_alerts(receipts: Sequence[str]) -> list[Alert]:
     """`receipts`: of the rollouts that were found not to hold."""
     if not receipts:
         return []
-    names = ", ".join(receipts[:NAMED_RECEIPTS]) + (", ..." if len(receipts) > NAMED_RECEIPTS else "")
-    text = f"{len(receipts)} audited rollouts don't hold: {names}; audit.json says why"
+    text = f"{len(receipts)} audited rollouts don't hold: {_named(receipts)}; audit.json says why"
     return [Alert("Audit violation", text, "ERROR")]
+
+
+def contradiction_alerts(step: int, receipts: Sequence[str]) -> list[Alert]:
+    """`receipts`: of the step's rollouts whose measured KV isn't what their records claim."""
+    if not receipts:
+        return []
+    text = (
+        f"step {step}: {len(receipts)} rollouts were sampled from KV of other weights than their records claim: "
+        f"{_named(receipts)}; measured_context in the ledger has what was found"
+    )
+    return [Alert("KV contradiction", text, "ERROR")]
+
+
+def _named(receipts: Sequence[str]) -> str:
+    return ", ".join(receipts[:NAMED_RECEIPTS]) + (", ..." if len(receipts) > NAMED_RECEIPTS else "")
 
 
 def gap_threshold(dtype: str, temperature: float) -> float:

@@ -17,7 +17,12 @@ PHASES = ("pause_ms", "flush_ms", "verify_ms", "load_ms", "weights_ms", "label_m
 def of_rollouts(records: Sequence[RolloutRecord], resubmitted: int) -> dict[str, Any]:
     """What steps.jsonl has of a step's rollouts so that their metrics can be logged from it once more."""
     rate = prefix_figures(list(records))["prefix_hit_rate_within_version"]
-    return {"prefix_hit_rate": rate, "resubmitted": resubmitted}
+    return {
+        "prefix_hit_rate": rate,
+        "resubmitted": resubmitted,
+        "kv_measured_share": sum(r.measured for r in records) / max(1, len(records)),
+        "kv_contradictions": sum(r.contradicted for r in records),
+    }
 
 
 def rollout_metrics(
@@ -38,6 +43,8 @@ def rollout_row_metrics(row: Mapping[str, Any]) -> dict[str, float | int | None]
         **{f"stale_{label}": number for label, number in row["staleness"].items()},
         "prefix_hit_rate": row.get("prefix_hit_rate"),
         "resubmitted": row.get("resubmitted"),
+        "kv_measured_share": row.get("kv_measured_share"),
+        "kv_contradictions": row.get("kv_contradictions"),
     }
 
 

@@ -66,7 +66,7 @@ def test_a_record_without_tokens_is_under_two_kib(tmp_path, mode, most):
 def test_it_grows_with_the_publications_and_not_with_their_square(tmp_path):
     sizes = [stored_size(crossing(n, KEPT), tmp_path / str(n)) for n in (20, 40, 60)]
     assert abs((sizes[2] - sizes[1]) - (sizes[1] - sizes[0])) < 100
-    whole = [len(json.dumps([dataclasses.asdict(s) for s in crossing(n, KEPT).segments])) for n in (20, 40, 60)]
+    whole = [len(json.dumps([s.to_json() for s in crossing(n, KEPT).segments])) for n in (20, 40, 60)]
     assert whole[2] - whole[1] > 1.5 * (whole[1] - whole[0]), "written out whole they would"
 
 
@@ -76,7 +76,7 @@ RECORDS = [*(example(name) for name in SEGMENTS), *(crossing(n, mode) for n in (
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: f"{r.rollout_class}-{len(r.segments)}")
 def test_what_is_shortened_is_read_back_whole_and_so_is_a_line_of_an_older_ledger(record):
     short = json.loads(json.dumps(record.to_json()))
-    older = {**short, "segments": json.loads(json.dumps([dataclasses.asdict(s) for s in record.segments]))}
+    older = {**short, "segments": json.loads(json.dumps([s.to_json() for s in record.segments]))}
     assert restore(short["segments"]) == older["segments"]
     for line in (short, older):
         assert RolloutRecord.from_json(line) == record
@@ -86,7 +86,7 @@ def test_what_is_shortened_is_read_back_whole_and_so_is_a_line_of_an_older_ledge
 def test_an_older_ledger_goes_on_and_becomes_parquet(tmp_path):
     """Lines with whole contexts, then shortened ones, in one segment; its rows are whole."""
     old, new = RECORDS[: len(RECORDS) // 2], RECORDS[len(RECORDS) // 2 :]
-    lines = [{**r.to_json(), "segments": [dataclasses.asdict(s) for s in r.segments]} for r in old]
+    lines = [{**r.to_json(), "segments": [s.to_json() for s in r.segments]} for r in old]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with Ledger(tmp_path) as ledger:
         for record in new:
@@ -97,7 +97,7 @@ def test_an_older_ledger_goes_on_and_becomes_parquet(tmp_path):
     rows = list(read_rollouts(tmp_path))[:-1]
     assert [RolloutRecord.from_json(row) for row in rows] == RECORDS
     assert [row["segments"] for row in rows] == [
-        json.loads(json.dumps([dataclasses.asdict(s) for s in r.segments])) for r in RECORDS
+        json.loads(json.dumps([s.to_json() for s in r.segments])) for r in RECORDS
     ]
 
 

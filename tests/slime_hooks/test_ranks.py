@@ -94,11 +94,13 @@ def test_all_ranks_send_while_every_engine_is_paused_and_flushed(tmp_path):
             assert (engine.fake.loaded, engine.fake.label, engine.fake.session_open) == ("1", "1", False)
             order = [c for c in engine.fake.calls if c not in ("/server_info", "/model_info", REPORTS_PATH)]
             assert order == [
+                "/weights_checker",
                 "/pause_generation",
                 "/flush_cache",
                 "/begin_weight_update",
                 "/update_weights_from_tensor",
                 "/end_weight_update",
+                "/weights_checker",
                 "/update_weight_version",
                 "/continue_generation",
             ]

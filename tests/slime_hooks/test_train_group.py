@@ -36,6 +36,7 @@ def job(tmp_path, stub_ray):
             reef_run_dir=str(tmp_path / "reef"),
             reef_load_timeout=5.0,
             allow_kv_holder=[],
+            verify_weights="auto",
             use_fault_tolerance=False,
             rollout_external=False,
             offload_rollout=False,

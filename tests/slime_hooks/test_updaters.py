@@ -109,6 +109,7 @@ def connected(tmp_path, monkeypatch):
             reef_run_dir=str(tmp_path / "reef"),
             reef_load_timeout=5.0,
             allow_kv_holder=[],
+            verify_weights="auto",
             use_fault_tolerance=False,
             rollout_external=False,
             rollout_num_gpus_per_engine=1,
