@@ -115,21 +115,27 @@ def configure_sglang_runtime(args: Any) -> Policy:
     """Derive the pause mode and the radix cache of the engines from one decision, and write both into `args`.
 
     Reads `args.colocate` (slime's flag; absent means disjoint), `args.disjoint_prefix_sharing` and, as an override to
-    be checked, `args.sglang_disable_radix_cache`. Writes `args.sglang_disable_radix_cache` (bool),
-    `args.pause_generation_mode` (SGLang's word) and `args.reef_policy`. Where the sharing is `auto` it also writes what
-    the planner took to `args.disjoint_prefix_sharing`, and why to `args.reef_sharing_reason`.
+    be checked, `args.sglang_disable_radix_cache`. Writes `args.sglang_disable_radix_cache` (bool) and
+    `args.pause_generation_mode` (SGLang's word). Where the sharing is `auto` it also writes what the planner took to
+    `args.disjoint_prefix_sharing`, and why to `args.reef_sharing_reason`. Nothing but plain values: Megatron pickles
+    `args` into each checkpoint, which has to load where there is no reef-slime. `policy_of` is the policy again.
 
     Raises PolicyError where an override would share entries that can't be scoped.
     """
     sharing, why = resolve_sharing(getattr(args, "disjoint_prefix_sharing", "off"), lambda: start_facts(args))
     if why:
         args.disjoint_prefix_sharing, args.reef_sharing_reason = sharing, why
-    policy = decide("colocated" if getattr(args, "colocate", False) else "disjoint", sharing)
+    policy = policy_of(args)
     overrides = getattr(args, "sglang_overrides", None) or {}
     if overrides.get("disable_radix_cache") is False:
         check_radix_setting(policy, True, "the engine override disable_radix_cache=false")
     # A user may turn the cache off where the policy would share: slower, never wrong.
     args.sglang_disable_radix_cache = bool(getattr(args, "sglang_disable_radix_cache", False)) or not policy.radix_cache
     args.pause_generation_mode = policy.pause_mode
-    args.reef_policy = policy
     return policy
+
+
+def policy_of(args: Any) -> Policy:
+    """The policy that the arguments stand for. Raises PolicyError."""
+    layout = "colocated" if getattr(args, "colocate", False) else "disjoint"
+    return decide(layout, getattr(args, "disjoint_prefix_sharing", "off"))  # type: ignore[arg-type]

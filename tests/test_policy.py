@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
+from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime, policy_of
 from slime_backend.policy import Layout, PolicyError, PrefixSharing, check_radix_setting, decide
 
 TABLE = [
@@ -84,7 +84,9 @@ def test_one_decision_sets_pause_and_radix_cache(flags, pause, radix_off):
     args = parse(*flags)
     policy = configure_sglang_runtime(args)
     assert (args.pause_generation_mode, args.sglang_disable_radix_cache) == (pause, radix_off)
-    assert args.reef_policy is policy
+    assert policy_of(args) == policy
+    # What slime saves with each checkpoint loads where there is no reef-slime.
+    assert not any("slime_backend" in type(value).__module__ for value in vars(args).values())
 
 
 def test_an_override_that_reenables_the_cache_is_refused():

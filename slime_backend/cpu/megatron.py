@@ -25,6 +25,12 @@ REWRITES: dict[str, dict[str, str]] = {
     )
 }
 
+# Without Apex and Transformer Engine, Megatron-core asks torch's Adam for its step count. It has none before its first
+# step, which is when a run loads a checkpoint.
+REWRITES["megatron.core.optimizer.distrib_optimizer"] |= {
+    "assert len(steps) == 1\n            step = steps[0]": "step = steps[0] if steps else 0.0",
+}
+
 # Module -> texts that need the names of torch_cuda.py.
 USES: dict[str, tuple[str, ...]] = {
     "megatron.core.tensor_parallel.random": ("torch.cuda.get_rng_state()", "torch.cuda.manual_seed("),

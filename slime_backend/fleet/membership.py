@@ -264,7 +264,8 @@ def check_fit(
         raise EngineUnfit(str(error)) from error
     for holder in unhandled(info, allow):
         raise EngineUnfit(
-            f"engine {name}: {holder.name}: {holder.why}; {holder.way_out}, or allow it by name and let the audit check"
+            f"engine {name}: {holder.name}: {holder.why}; {holder.way_out}, or allow it (--allow-kv-holder "
+            f"{holder.name}) and let the audit check"
         )
     silent = why_ranks_missing(reports)
     if silent:

@@ -21,7 +21,7 @@ from slime_backend.planner.traffic import Traffic
 from slime_backend.policy import Layout, PrefixSharing
 
 AUTO = "auto"
-SCOPING_SGLANG = (0, 5, 23)  # the first one that the hook `scope` is active in (docs/compatibility.md)
+SCOPING_SGLANG = (0, 5, 22)  # the first one that the hook `scope` is active in (docs/sglang-releases.md)
 FLUSHED = frozenset({"hicache"})  # kv_holders that a flush empties too, where a user has allowed them
 # Settings that SGLang refuses to start with where the radix cache is off, or that turn it on whatever its flag is
 # (arg_groups/kv_cache_hook.py, hicache_hook.py and pd_disaggregation_hook.py of 0.5.23).
@@ -108,14 +108,19 @@ def modes_left(facts: StartFacts) -> tuple[tuple[Ours, ...], str]:
         why_not = f"engines that may keep KV elsewhere ({', '.join(sorted(holders))}) must share nothing"
     elif holders:
         left, why_not = ("off", "retract"), f"{', '.join(sorted(holders))} is emptied by a flush, and not by a sweep"
-    elif facts.sglang is None or _numbers(facts.sglang) < SCOPING_SGLANG:
-        needed = ".".join(map(str, SCOPING_SGLANG))
-        left = ("off", "retract")
-        why_not = f"scoped needs SGLang {needed}, there is {facts.sglang or 'no known version'}"
+    elif no_scope := why_not_scoped(facts.sglang):
+        left, why_not = ("off", "retract"), no_scope
     if stays_on:
         left = tuple(mode for mode in left if mode != "off") or ("retract",)
         why_not = "; ".join(filter(None, [why_not, f"off is left out: {stays_on}"]))
     return left, why_not
+
+
+def why_not_scoped(sglang: str | None) -> str | None:
+    """Why engines of this release can't scope their cache entries, or None."""
+    if sglang is not None and _numbers(sglang) >= SCOPING_SGLANG:
+        return None
+    return f"scoped needs SGLang {'.'.join(map(str, SCOPING_SGLANG))}, there is {sglang or 'no known version'}"
 
 
 def installed_sglang() -> str | None:

@@ -10,7 +10,7 @@ from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.cpu.flags import GpuFlagError, cpu_flags
 from slime_backend.cpu.source import SourceMovedError
 from slime_backend.policy import PolicyError
-from slime_backend.slime_hooks import ray_start, worker_setup
+from slime_backend.slime_hooks import ray_start, refusals, worker_setup
 from slime_backend.slime_hooks.contract import checkout
 from slime_backend.slime_hooks.rollouts.flags import set_rollout_functions
 
@@ -52,6 +52,7 @@ def parse(*, asynchronous: bool) -> Any:
 
     args = parse_args(add_custom_arguments=add_reef_arguments)
     policy = configure_sglang_runtime(args)
+    refusals.check(args, policy)
     if reason := getattr(args, "reef_sharing_reason", None):
         print(f"reef-slime: --disjoint-prefix-sharing=auto takes {args.disjoint_prefix_sharing}: {reason}", flush=True)
     print(f"reef-slime: {policy}", flush=True)

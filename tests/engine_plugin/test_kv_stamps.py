@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from slime_backend.engine_plugin import kv_spans, kv_stamps
 from slime_backend.engine_plugin.epoch import WeightEpoch
@@ -13,11 +14,10 @@ from slime_backend.engine_plugin.kv_stamps import SlotStamps, runs
 from slime_backend.engine_plugin.trace import UNWRITTEN, Admission, EpochSpan, RequestTrace
 from slime_backend.wire import KvSegment, Span
 
-torch = pytest.importorskip("torch")
 WAITS = {"tolist", "item", "cpu", "numpy", "nonzero", "unique", "unique_consecutive", "__bool__", "__int__", "equal"}
 
 
-class OnDevice(torch.Tensor):  # type: ignore[misc]
+class OnDevice(torch.Tensor):
     """A tensor as one on a GPU would be: whatever needs its values on the CPU raises."""
 
     @classmethod

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
+from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime, policy_of
 from slime_backend.cli.options import load_settings
 from slime_backend.config import ConfigError, RunConfig, make_config
 from slime_backend.fleet import EngineUnfit
@@ -61,7 +61,7 @@ PRESENT: dict[str, dict[str, Any]] = {
         ({"disable_radix_cache": True}, "off", "the radix cache is turned off"),
         ({"engine_info": {"disable_radix_cache": True}}, "off", "the radix cache is turned off"),
         ({"traffic": replace(TRAFFIC, group=1), "disable_radix_cache": False}, "scoped", "off is left out: an over"),
-        ({"sglang": "0.5.15.post1"}, "retract", "scoped needs SGLang 0.5.23, there is 0.5.15.post1"),
+        ({"sglang": "0.5.15.post1"}, "retract", "scoped needs SGLang 0.5.22, there is 0.5.15.post1"),
         ({"sglang": None}, "retract", "no known version"),
         ({"engines_elsewhere": "engines are elsewhere"}, "retract", "off and scoped are left out: engines are else"),
         ({"assumed": "assumed: 7 in flight"}, "scoped", "assumed: 7 in flight"),
@@ -285,7 +285,7 @@ def slime_args(monkeypatch, sglang="0.5.23", **changes) -> SimpleNamespace:
     ("changes", "sharing", "why"),
     [
         ({}, "scoped", "assumed: 256 in flight per engine, prompts of 4096 tokens, answers of 512"),
-        ({"sglang": "0.5.15.post1"}, "off", "scoped needs SGLang 0.5.23"),
+        ({"sglang": "0.5.15.post1"}, "off", "scoped needs SGLang 0.5.22"),
         # Four requests of one prompt arrive at once and fit a prefill step: each computes it.
         ({"rollout_max_prompt_len": None}, "off", "prompts of 512 tokens"),
         # Nothing is in flight when slime's own loop publishes, so there is nothing to keep.
@@ -305,7 +305,7 @@ def test_slime_gets_one_decision_of_it(monkeypatch, changes, sharing, why):
     args = slime_args(monkeypatch, **changes)
     policy = configure_sglang_runtime(args)
     assert args.disjoint_prefix_sharing == sharing
-    assert policy == args.reef_policy == decide("colocated" if changes.get("colocate") else "disjoint", sharing)
+    assert policy == policy_of(args) == decide("colocated" if changes.get("colocate") else "disjoint", sharing)
     assert args.sglang_disable_radix_cache == (not policy.radix_cache)
     assert args.pause_generation_mode == policy.pause_mode
     assert why in args.reef_sharing_reason

@@ -35,7 +35,7 @@ def module(monkeypatch):
 
     class SGLangEngine:
         def __init__(self, sharing="off", router=None, worker_type="regular", **args):
-            self.args = SimpleNamespace(reef_policy=decide("disjoint", sharing), sglang_device="cpu", **args)
+            self.args = SimpleNamespace(disjoint_prefix_sharing=sharing, sglang_device="cpu", **args)
             self.worker_type, self.node_rank, self.sglang_overrides = worker_type, 0, {}
             self.server_host, self.server_port = "127.0.0.1", 15000
             self.router_ip, self.router_port = ("127.0.0.1", router.url.rpartition(":")[2]) if router else (None, None)

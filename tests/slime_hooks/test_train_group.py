@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from slime_backend.policy import decide
 from slime_backend.slime_hooks.weights import disk_reload, train_group
 from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate, PublicationFailed
 from tests.checkpoint_faults import FAULTS
@@ -32,7 +31,7 @@ def job(tmp_path, stub_ray):
         group: Any = RayTrainGroup()
         group.noted = []
         group.args = SimpleNamespace(
-            reef_policy=decide("disjoint", "retract"),
+            disjoint_prefix_sharing="retract",
             reef_run_dir=str(tmp_path / "reef"),
             reef_load_timeout=5.0,
             allow_kv_holder=[],

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime_backend.policy import decide
 from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.slime_hooks.weights import updaters
 from slime_backend.slime_hooks.weights.errors import EngineRejectedUpdate
@@ -105,7 +104,7 @@ def connected(tmp_path, monkeypatch):
     _put_behind_transaction(updater_class, "tensor")
     with engines_and_publisher(tmp_path / "unused") as (_, engines, router):
         args = SimpleNamespace(
-            reef_policy=decide("colocated", "off"),
+            colocate=True,
             reef_run_dir=str(tmp_path / "reef"),
             reef_load_timeout=5.0,
             allow_kv_holder=[],

@@ -10,6 +10,7 @@ import logging
 import os
 from typing import Any
 
+from slime_backend.arguments import policy_of
 from slime_backend.engine_process import RUN_HOOKS
 from slime_backend.errors import ReefError
 from slime_backend.import_hooks import ModuleFunction
@@ -57,7 +58,7 @@ def _engine(module: Any) -> None:
     def _init_normal(self: Any, server_args_dict: dict[str, Any]) -> None:
         # The server is a child of this actor; what the user has set stays.
         os.environ.setdefault(
-            HOOKS_VARIABLE, hooks_for(self.args.reef_policy, getattr(self.args, "sglang_device", None))
+            HOOKS_VARIABLE, hooks_for(policy_of(self.args), getattr(self.args, "sglang_device", None))
         )
         start(self, server_args_dict)
         if self.node_rank == 0 and self.worker_type != "encoder":
@@ -85,7 +86,7 @@ def _engine(module: Any) -> None:
     @functools.wraps(engine.pause_generation)
     def pause_generation(self: Any) -> Any:
         """In the mode that the policy prescribes; slime's own is always abort."""
-        return self._make_request("pause_generation", {"mode": self.args.reef_policy.pause_mode})
+        return self._make_request("pause_generation", {"mode": policy_of(self.args).pause_mode})
 
     @functools.wraps(pull)
     def pull_weights(self: Any, target_version: int) -> Any:

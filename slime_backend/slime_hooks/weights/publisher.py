@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime_backend.arguments import policy_of
 from slime_backend.engine_client import Deadlines, EngineClient, EngineError, EngineProtocolError
 from slime_backend.engine_client.keys import EngineKeys, read_keys
 from slime_backend.event_loop import LoopThread
@@ -257,7 +258,7 @@ def engine_keys(args: Any) -> EngineKeys:
 def make(args: Any, version: str) -> SlimePublisher:
     """The publisher of a run, from slime's parsed arguments and ours."""
     return SlimePublisher(
-        args.reef_policy,
+        policy_of(args),
         version,
         run_dir=Path(args.reef_run_dir),
         deadlines=deadlines(args),
