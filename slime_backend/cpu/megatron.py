@@ -49,6 +49,7 @@ def install() -> None:
     """Register all changes for the import of Megatron-core."""
     on_import("megatron.core", _prepare)
     on_import("megatron.core.tensor_parallel.random", _use_cpu_generator)
+    on_import("megatron.core.optimizer.distrib_optimizer", _load_without_gradients)
     for module_name, replacements in REWRITES.items():
         source.rewrite(module_name, replacements)
     for module_name, texts in USES.items():
@@ -73,6 +74,14 @@ def _use_cpu_generator(module: Any) -> None:
     source.require_in(module, ["def _get_cuda_rng_state(", "def _set_cuda_rng_state("])
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+def _load_without_gradients(module: Any) -> None:
+    """In float32 the optimizer's main parameters are the model's own, which a load writes over in place."""
+    import torch
+
+    optimizer = module.DistributedOptimizer
+    optimizer.load_state_dict = torch.no_grad()(optimizer.load_state_dict)
 
 
 @functools.cache

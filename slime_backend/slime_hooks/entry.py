@@ -11,12 +11,15 @@ from slime_backend.cpu.flags import GpuFlagError, cpu_flags
 from slime_backend.cpu.source import SourceMovedError
 from slime_backend.policy import PolicyError
 from slime_backend.slime_hooks import ray_start, refusals, worker_setup
-from slime_backend.slime_hooks.contract import checkout
+from slime_backend.slime_hooks.contract import checkout, fit
+from slime_backend.slime_hooks.contract.symbols import ContractError
 from slime_backend.slime_hooks.rollouts.flags import set_rollout_functions
 
 WRONG_USE = 2
 USER_ERRORS = (
     checkout.SlimeNotFoundError,
+    fit.SlimeMovedError,
+    ContractError,
     ray_start.RayStartedTooEarlyError,
     PolicyError,
     GpuFlagError,
@@ -34,6 +37,7 @@ def run(script: str) -> None:
         if cpu.requested():
             add_cpu_flags()
         worker_setup.setup()
+        fit.check(checkout.root(), cpu=cpu.requested())
         loop = checkout.load_script(script)
         args = parse(asynchronous=script == "train_async")
         ray_start.start(args)

@@ -46,7 +46,7 @@ def make_contract(source: Path, wanted: Symbols, *, commit: str | None = None) -
         raise ContractError(f"{source} is no slime checkout: there is no {FLAGS_FILE}")
     modules = {}
     for module, names in wanted.items():
-        path = _file_of(source, module)
+        path = file_of(source, module)
         if path is None:
             continue
         found = _definitions(ast.parse(path.read_text(), str(path)))
@@ -109,7 +109,8 @@ def _signature(where: str, before: Mapping[str, Any], after: Mapping[str, Any]) 
     return lines
 
 
-def _file_of(source: Path, module: str) -> Path | None:
+def file_of(source: Path, module: str) -> Path | None:
+    """The file of a module in a checkout; None where there is none."""
     stem = source.joinpath(*module.split("."))
     return next((p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None)
 

@@ -150,6 +150,9 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
     ),
 }
 
+# The package of slime's weight updaters.
+UPDATERS = next(module for module in TOUCHED if module.endswith("_from_disk_delta")).rpartition(".")[0]
+
 FLAGS = (
     "--colocate",
     "--custom-rollout-log-function-path",
@@ -171,12 +174,25 @@ FLAGS = (
 )
 
 
+# Where a module was in the releases of slime before 624b824a: the tag v0.3.1, and the image of 2026-08-10.
+EARLIER: Mapping[str, str] = {
+    "slime.observability.logging_utils": "slime.utils.logging_utils",
+    "slime.observability.metric_utils": "slime.utils.metric_utils",
+}
+# Only the CPU mode needs these; they came with slime e593fa0a (2026-08-20).
+# Where slime has this function, it is what calls our log function; before, slime/ray/rollout.py calls it alike.
+SINCE_624B824A = ("slime.observability.rollout_metrics",)
+CPU_ONLY = ("slime.utils.accelerator", "slime.utils.accelerator.base")
+
+
 def symbols() -> dict[str, list[str]]:
     """Module -> the top-level names that are touched in it, for `contract.make_contract`."""
-    return {
-        module: list(dict.fromkeys(touch.symbol.partition(".")[0] for touch in touches if not touch.bound))
-        for module, touches in TOUCHED.items()
-    }
+    found: dict[str, list[str]] = {}
+    for module, touches in TOUCHED.items():
+        names = [touch.symbol.partition(".")[0] for touch in touches if not touch.bound]
+        for place in filter(None, (module, EARLIER.get(module))):
+            found[place] = list(dict.fromkeys([*found.get(place, ()), *names]))
+    return found
 
 
 def bound_names() -> dict[str, list[str]]:
@@ -185,13 +201,15 @@ def bound_names() -> dict[str, list[str]]:
     return {module: names for module, names in found.items() if names}
 
 
-def missing(contract: Mapping[str, Any]) -> list[str]:
+def missing(contract: Mapping[str, Any], *, cpu: bool = True) -> list[str]:
     """What of the above a slime with this contract lacks, one line each; empty where everything fits."""
     lines = []
+    modules = contract["modules"]
     for module, touches in TOUCHED.items():
-        entry = contract["modules"].get(module)
+        entry = modules.get(module) or modules.get(EARLIER.get(module, ""))
         if entry is None:
-            lines.append(f"{module}: the module is gone")
+            if module not in SINCE_624B824A and (cpu or module not in CPU_ONLY):
+                lines.append(f"{module}: the module is gone")
             continue
         for touch in touches:
             if touch.bound:

@@ -135,8 +135,12 @@ def _ledger(args: Any) -> RolloutLedger:
 
 
 def _log(args: Any, rollout_id: int, values: dict[str, float | int]) -> None:
-    from slime.observability import logging_utils
-    from slime.observability.metric_utils import compute_rollout_step
+    try:
+        from slime.observability import logging_utils
+        from slime.observability.metric_utils import compute_rollout_step
+    except ModuleNotFoundError:  # before slime 624b824a
+        from slime.utils import logging_utils
+        from slime.utils.metric_utils import compute_rollout_step
 
     if args.use_wandb and not _run.metrics_defined:
         import wandb
