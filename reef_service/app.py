@@ -16,6 +16,7 @@ from reef_service.api import (
     anthropic_messages,
     batches,
     feedback,
+    groups,
     openai_chat,
     openai_completions,
     publications,
@@ -46,7 +47,7 @@ def make_inner(gateway: Gateway) -> FastAPI:
     """Make the application without the guard and the lane."""
     app = FastAPI(title="reef-slime gateway", version=__version__, docs_url=None, redoc_url=None)
     app.state.gateway = gateway
-    for api in (*DATA_PLANE, feedback, batches, publications, status):
+    for api in (*DATA_PLANE, feedback, batches, groups, publications, status):
         app.include_router(api.router)
     for error in ANSWERED:
         app.exception_handler(error)(_answer)

@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, insert, select, text, update
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from reef_service.store import schema
 from reef_service.store.errors import StoreError
+from reef_service.store.migrations import migrate
 
 BUSY_S = 30
 READERS = 4
@@ -77,12 +78,21 @@ class Database:
         connection.commit()
 
     def _make_tables(self) -> None:
-        schema.tables.create_all(self.writing)
         with self.writing.begin() as connection:
+            schema.meta.create(connection, checkfirst=True)
             found = connection.scalar(select(schema.meta.c.value).where(schema.meta.c.name == "layout"))
             if found is None:
+                schema.tables.create_all(connection)
                 connection.execute(insert(schema.meta).values(name="layout", value=str(schema.LAYOUT)))
-            elif found != str(schema.LAYOUT):
+                return
+            if found == str(schema.LAYOUT):
+                return
+            if not found.isdecimal() or int(found) > schema.LAYOUT:
+                raise StoreError(f"store {self.shown} has layout {found}, this version writes {schema.LAYOUT}")
+            # SQLite begins a transaction with the first write, and all that follows is to be in it.
+            connection.execute(update(schema.meta).where(schema.meta.c.name == "layout").values(value=found))
+            schema.tables.create_all(connection)  # tables that are new; those that are there stay as they are
+            if not migrate(connection, int(found)):
                 raise StoreError(f"store {self.shown} has layout {found}, this version writes {schema.LAYOUT}")
 
     def close(self) -> None:

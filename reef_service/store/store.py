@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from reef_service.store import leases, samples
+from reef_service.store import groups, jobs, leases, samples
 from reef_service.store.database import READERS, Database
 from reef_service.store.errors import StoreError
 from reef_service.store.leases import Lease, Wish
@@ -48,13 +48,20 @@ class Store:
     async def lease(self, wish: Wish) -> Lease:
         return await self.writer.write(lambda connection: leases.give(connection, wish))
 
-    async def ack(self, lease_id: str) -> int:
+    async def ack(self, lease_id: str, job: str | None = None) -> int:
         """Raises UnknownLease, LeaseGone."""
-        return await self.writer.write(lambda connection: leases.ack(connection, lease_id))
+        return await self.writer.write(lambda connection: leases.ack(connection, lease_id, job))
 
-    async def release(self, lease_id: str) -> int:
-        """Raises UnknownLease."""
-        return await self.writer.write(lambda connection: leases.release(connection, lease_id))
+    async def release(self, lease_id: str, job: str | None = None) -> int:
+        """Raises UnknownLease, LeaseGone for another job's."""
+        return await self.writer.write(lambda connection: leases.release(connection, lease_id, job))
+
+    async def saved(self, job: str, step: int, lease_s: float) -> dict[str, Any]:
+        """A job's checkpoint holds its training up to `step`; see jobs.py."""
+        return await self.writer.write(lambda connection: jobs.saved(connection, job, step, lease_s))
+
+    async def close_groups(self, size: int, labels: Sequence[str] | None, idle_s: float) -> dict[str, int]:
+        return await self.writer.write(lambda connection: groups.close_groups(connection, size, labels, idle_s))
 
     async def add_publication(
         self, version: str, state: str, *, checkpoint: str = "", report: dict[str, Any] | None = None
@@ -95,6 +102,12 @@ class Store:
 
     async def samples(self, lease: Lease) -> list[StoredSample]:
         return await self.read(lambda connection: [samples.read_sample(connection, key) for key in lease.samples])
+
+    async def incomplete_groups(self, size: int, limit: int) -> list[dict[str, Any]]:
+        return await self.read(lambda connection: groups.incomplete_groups(connection, size, limit))
+
+    async def job_leases(self, job: str) -> list[dict[str, Any]]:
+        return await self.read(lambda connection: jobs.open_leases(connection, job))
 
     async def history(self, session: str) -> list[tuple[str, History, int]]:
         return await self.read(lambda connection: samples.read_history(connection, session))
