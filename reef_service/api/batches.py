@@ -53,7 +53,9 @@ class Saved(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     step: int = Field(ge=-1, le=2**31 - 1, description="the last one that the checkpoint holds; -1: none")
-    lease_s: float | None = Field(None, gt=0, le=7 * 86400, description="from now on, for the later steps' leases")
+    lease_s: float | None = Field(
+        None, gt=0, le=7 * 86400, description="hold those of later steps for this long, from now on"
+    )
 
 
 @router.get("/batches", include_in_schema=False)
@@ -132,9 +134,9 @@ async def release(lease: str, request: Request, body: OfJob | None = None) -> di
 
 @router.post("/jobs/{job}/saved", summary="The job's checkpoint holds its training up to a step; safe to send again")
 async def saved(job: JobName, body: Saved, request: Request) -> dict[str, Any]:
-    """Acknowledges the job's leases up to the step, and holds those of later steps for longer."""
+    """Acknowledges the job's leases up to the step."""
     gateway: Gateway = request.app.state.gateway
-    found: dict[str, Any] = await gateway.store.saved(job, body.step, body.lease_s or gateway.config.lease_s)
+    found: dict[str, Any] = await gateway.store.saved(job, body.step, body.lease_s)
     gateway.plane.metrics.acked.inc(found["trained"])
     return found
 

@@ -26,7 +26,7 @@ class ReportBody(BaseModel):
     )
     score: float | None = Field(None, allow_inf_nan=False)
     text: str = Field("", max_length=100_000)
-    receipts: list[Annotated[str, Field(pattern=NO_NUL)]] = Field(default_factory=list, max_length=10_000)
+    receipts: list[_Name] = Field(default_factory=list, max_length=10_000)
     session: str = Field(
         "", max_length=200, pattern=NO_NUL, description="instead of receipts: everything in the session so far"
     )

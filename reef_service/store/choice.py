@@ -2,8 +2,8 @@
 
     1. never a branch that is marked as not to be trained on
     2. the branch that the score names (by a receipt); of several, the one that was named last
-    3. a score of the session as one: the longest, counted in turns from the beginning of the conversation, then in tokens of its
-       last prompt; of two that are equal (a retry), the later
+    3. a score of the session as one: the longest, counted in turns from the beginning of the conversation, then in
+       tokens of its last prompt; of two that are equal (a retry), the later
 
 A retry, a sub-agent, a request for a title are other branches of the session. The choice is made when scores come; it
 stays where it is once the session is with a trainer. Where no groups are asked for, each branch that a score names is a

@@ -18,8 +18,9 @@ from reef_service.store.errors import LeaseGone
 from reef_service.store.schema import leases as table
 
 
-def saved(connection: Connection, job: str, step: int, lease_s: float) -> dict[str, Any]:
-    """Acknowledge the job's leases up to `step` (-1: none), and renew its later ones for `lease_s`. Safe to repeat.
+def saved(connection: Connection, job: str, step: int, lease_s: float | None) -> dict[str, Any]:
+    """Acknowledge the job's leases up to `step` (-1: none), and renew its later ones for `lease_s`, if that is given.
+    Safe to repeat.
 
     Returns {"acknowledged": names of leases, "trained": samples of these, "gone": leases that ran out and whose samples
     others were given, "held": leases that were renewed}.
@@ -32,7 +33,7 @@ def saved(connection: Connection, job: str, step: int, lease_s: float) -> dict[s
             continue
         held = leases.is_held(connection, lease)
         if lease.step > step:
-            if held:
+            if held and lease_s is not None:
                 leases.renew(connection, lease, now + lease_s)
                 found["held"].append(lease.id)
             continue

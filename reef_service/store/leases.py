@@ -27,7 +27,6 @@ from reef_service.store.wishes import Key, Wish, available
 __all__ = ["Key", "Lease", "Wish", "ack", "check_job", "give", "is_held", "keep_own", "release", "renew", "samples_of"]
 
 
-
 @dataclass(frozen=True, slots=True)
 class Lease:
     id: str

@@ -1,6 +1,6 @@
 """Stores of earlier layouts are brought to this version's, in one transaction, when they are opened for writing.
 
-    1 -> 2    leases of a job, one branch of a session that trains, answers that can be given again
+1 -> 2    leases of a job, one branch of a session that trains, answers that can be given again
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def _definition(connection: Connection, column: Column[object]) -> str:
 def _fill_depths(connection: Connection) -> None:
     """Count each turn's place in its conversation, and note each trajectory's."""
     turns, trajectories = schema.turns, schema.trajectories
-    place_turn = (
-        update(turns).where(turns.c.receipt == bindparam("of_receipt")).values(depth=bindparam("new_depth"))
-    )
+    place_turn = update(turns).where(turns.c.receipt == bindparam("of_receipt")).values(depth=bindparam("new_depth"))
     place_tip = (
         update(trajectories)
         .where(trajectories.c.session == bindparam("of_session"), trajectories.c.tip == bindparam("of_tip"))

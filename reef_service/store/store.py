@@ -56,7 +56,7 @@ class Store:
         """Raises UnknownLease, LeaseGone for another job's."""
         return await self.writer.write(lambda connection: leases.release(connection, lease_id, job))
 
-    async def saved(self, job: str, step: int, lease_s: float) -> dict[str, Any]:
+    async def saved(self, job: str, step: int, lease_s: float | None) -> dict[str, Any]:
         """A job's checkpoint holds its training up to `step`; see jobs.py."""
         return await self.writer.write(lambda connection: jobs.saved(connection, job, step, lease_s))
 

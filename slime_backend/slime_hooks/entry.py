@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from slime_backend import cpu
@@ -40,7 +42,19 @@ def run(script: str) -> None:
     except USER_ERRORS as error:
         print(f"reef-slime: {error}", file=sys.stderr)
         sys.exit(WRONG_USE)
+    finish = at_end(args)
     loop.train(args)
+    finish()
+
+
+def at_end(args: Any) -> Callable[[], None]:
+    """Return what is to be done after slime's loop: where samples come from a gateway, the last of them are
+    acknowledged. A rollout function's module has that as `at_end(args)`."""
+    if not getattr(args, "reef_gateway", None):
+        return lambda: None
+    module = importlib.import_module(args.reef_rollout_function_path.rpartition(".")[0])
+    make = getattr(module, "at_end", None)
+    return make(args) if make is not None else lambda: None
 
 
 def parse(*, asynchronous: bool) -> Any:
