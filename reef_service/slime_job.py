@@ -1,8 +1,8 @@
 """What a slime job is called at the gateway, and what its checkpoint holds: enough to go on after any crash.
 
-The name lies in the `--save` directory itself (`reef_job.json`), so it survives the process, moves with the checkpoints,
-and two directories never share it, whatever they are called. A copy of a directory is another job. Without `--save`
-nothing survives the process, and neither does its name.
+The name lies in the `--save` directory itself (`reef_job.json`), so it survives the process, moves with the
+checkpoints, and two directories never share it, whatever they are called. A copy of a directory is another job. Without
+`--save` nothing survives the process, and neither does its name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,8 @@ def _write_once(file: Path, value: dict[str, str]) -> None:
             json.dump(value, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        try:
+        with suppress(FileExistsError):
             os.link(draft, file)
-        except FileExistsError:
-            pass
     finally:
         draft.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""POST /reef/batches, POST /reef/batches/{lease}/ack and .../release: samples for trainers; groups.py has the groups."""
+"""POST /reef/batches, POST /reef/batches/{lease}/ack and .../release, /reef/jobs/{job}/...: samples for trainers."""
 
 from __future__ import annotations
 
