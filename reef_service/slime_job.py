@@ -31,7 +31,7 @@ class Job:
     @classmethod
     def of(cls, args: Any) -> Job:
         save = Path(args.save) if getattr(args, "save", None) else None
-        name = name_of(save) if save is not None else f"slime-{uuid.uuid4().hex}"
+        name = name_of(save) if save is not None else _new_name()
         return cls(name, save, bool(getattr(args, "reef_asynchronous", False)), _look(save))
 
     def safe_step(self, rollout_id: int) -> int:
@@ -68,17 +68,20 @@ def name_of(directory: Path) -> str:
     """The name of the job that saves into `directory`, made at its first use."""
     directory.mkdir(parents=True, exist_ok=True)
     file, here = directory / NAME_FILE, str(directory.resolve())
-    for _ in range(2):
-        known = _read(file)
-        if known is not None:
-            if known["directory"] == here or not _is_of(Path(known["directory"]), known["job"]):
-                return str(known["job"])
-            file.unlink(missing_ok=True)  # a copy of the directory of a job that is still there
-        _write_once(file, {"job": f"slime-{uuid.uuid4().hex}", "directory": here})
+    known = _read(file)
+    if known is None:
+        _write(file, {"job": _new_name(), "directory": here}, first=True)
+    elif known["directory"] != here:
+        copied = _is_of(Path(known["directory"]), known["job"])  # else it was moved
+        _write(file, {"job": _new_name() if copied else known["job"], "directory": here})
     known = _read(file)
     if known is None:
         raise ValueError(f"{file}: can't be read back; is {directory} writable?")
-    return str(known["job"])
+    return known["job"]
+
+
+def _new_name() -> str:
+    return f"slime-{uuid.uuid4().hex}"
 
 
 def _is_of(directory: Path, job: str) -> bool:
@@ -96,16 +99,19 @@ def _read(file: Path) -> dict[str, str] | None:
         raise ValueError(f"{file} is no job's name ({error}); remove it if no lease of that job is left") from error
 
 
-def _write_once(file: Path, value: dict[str, str]) -> None:
-    """Write the file unless another process has, complete or not at all."""
+def _write(file: Path, value: dict[str, str], *, first: bool = False) -> None:
+    """Write the file, complete or not at all. `first`: unless another process has."""
     draft = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     try:
         with draft.open("w") as stream:
             json.dump(value, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        with suppress(FileExistsError):
-            os.link(draft, file)
+        if first:
+            with suppress(FileExistsError):
+                os.link(draft, file)
+        else:
+            draft.replace(file)
     finally:
         draft.unlink(missing_ok=True)
 
