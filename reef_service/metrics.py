@@ -39,6 +39,7 @@ class Metrics:
         r = self.registry
         self.turns = Counter("reef_turns", "Turns stored", ["api", "state", "class"], registry=r)
         self.tokens = Counter("reef_tokens", "Tokens of stored turns", ["kind"], registry=r)
+        self.replayed = Counter("reef_replayed", "Requests that got the answer they had before", registry=r)
         self.seconds = Histogram("reef_turn_seconds", "From submitted to stored", registry=r, buckets=_SECONDS)
         self.publications = Counter("reef_publications", "Publications", ["state"], registry=r)
         self.paused = Histogram(

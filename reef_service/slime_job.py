@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,10 +106,14 @@ def _write(file: Path, value: dict[str, str], *, first: bool = False) -> None:
             json.dump(value, stream)
             stream.flush()
             os.fsync(stream.fileno())
-        if first:
-            with suppress(FileExistsError):
-                os.link(draft, file)
-        else:
+        if not first:
+            draft.replace(file)
+            return
+        try:
+            os.link(draft, file)
+        except FileExistsError:
+            return
+        except OSError:  # a file system without links
             draft.replace(file)
     finally:
         draft.unlink(missing_ok=True)

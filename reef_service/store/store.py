@@ -17,6 +17,7 @@ from reef_service.store import groups, jobs, leases, samples
 from reef_service.store.database import READERS, Database
 from reef_service.store.errors import StoreError
 from reef_service.store.leases import Lease, Wish
+from reef_service.store.repeats import StoredAnswer, read_answer
 from reef_service.store.reports import Report, add_report
 from reef_service.store.samples import StoredSample
 from reef_service.store.schema import meta, publications, turns
@@ -111,6 +112,10 @@ class Store:
 
     async def history(self, session: str) -> list[tuple[str, History, int]]:
         return await self.read(lambda connection: samples.read_history(connection, session))
+
+    async def answer(self, session: str, request: str, key: str) -> StoredAnswer | None:
+        """What a request was answered that came before. Raises KeyUsed."""
+        return await self.read(lambda connection: read_answer(connection, session, request, key))
 
     async def tokens(self, receipt: str) -> list[int]:
         return await self.read(lambda connection: samples.read_tokens(connection, receipt))

@@ -78,6 +78,9 @@ _EXTEND_TRAJECTORY = (
 )
 _INSERT_TURN = insert(turns)
 _INSERT_KEY = insert(answer_keys)
+_FIND_KEY = select(answer_keys.c.receipt).where(
+    answer_keys.c.session == bindparam("session"), answer_keys.c.key == bindparam("key")
+)
 _DEPTH = select(turns.c.depth).where(turns.c.receipt == bindparam("receipt"))
 _NUMBER_OF_VERSION = select(func.max(publications.c.number)).where(
     publications.c.version == bindparam("version"), publications.c.state.in_(("found", "resumed"))
@@ -120,7 +123,9 @@ def add_turn(connection: Connection, turn: Turn, numbers: VersionNumbers) -> Pla
     placed = _place(connection, turn, oldest, depth) if turn.state in CONTINUABLE else Placed(-1, forked=False)
     connection.execute(_INSERT_TURN, {**_row(turn, placed, oldest), "depth": depth})
     if turn.key and turn.state in CONTINUABLE:
-        connection.execute(_INSERT_KEY, _key_row(turn))
+        row = _key_row(turn)
+        if connection.execute(_FIND_KEY, row).first() is None:
+            connection.execute(_INSERT_KEY, row)
     return placed
 
 
