@@ -14,7 +14,7 @@ from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from reef_service.store import groups, jobs, leases, samples
-from reef_service.store.database import READERS, Database
+from reef_service.store.database import CALL_S, READERS, Database, OtherLayout
 from reef_service.store.errors import StoreError
 from reef_service.store.leases import Lease, Wish
 from reef_service.store.repeats import StoredAnswer, read_answer
@@ -22,7 +22,7 @@ from reef_service.store.reports import Report, add_report
 from reef_service.store.samples import StoredSample
 from reef_service.store.schema import meta, publications, turns
 from reef_service.store.turns import History, Placed, Turn, VersionNumbers, add_turn, record_of
-from reef_service.store.writer import Writer
+from reef_service.store.writer import GRACE_S, Writer
 from slime_backend.provenance.records import RolloutRecord
 
 T = TypeVar("T")
@@ -33,8 +33,10 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.writer = Writer(database.writing)
+        assert database.only_writer is not None
+        self.writer = Writer(database.writing, database.only_writer, database.deadlines)
         self._numbers = VersionNumbers()
+        database.only_writer.on_taken = self._numbers.forget_all  # another gateway has published meanwhile
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-reader")
 
     # ---- written ------------------------------------------------------------------------------------------------
@@ -90,16 +92,23 @@ class Store:
     # ---- read ---------------------------------------------------------------------------------------------------
 
     async def read(self, query: Callable[[Connection], T]) -> T:
-        """Raises StoreError where the database doesn't answer."""
+        """Raises StoreError where the database doesn't answer, within `CALL_S`."""
+        database = self._database
 
         def run() -> T:
             try:
-                with self._database.reading.connect() as connection:
-                    return query(connection)
+                with database.reading.connect() as connection, database.deadlines.limit(connection, CALL_S):
+                    found = query(connection)
+                    connection.rollback()  # here, and not when it is handed back, where nothing bounds it
+                    return found
             except SQLAlchemyError as error:
                 raise StoreError(f"the store can't be read: {str(error).splitlines()[0]}") from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._readers, run)
+        try:
+            async with asyncio.timeout(CALL_S + GRACE_S):
+                return await asyncio.get_running_loop().run_in_executor(self._readers, run)
+        except TimeoutError:
+            raise StoreError(f"the store can't be read within {CALL_S + GRACE_S:g} s") from None
 
     async def samples(self, lease: Lease) -> list[StoredSample]:
         return await self.read(lambda connection: [samples.read_sample(connection, key) for key in lease.samples])
@@ -135,15 +144,36 @@ class Store:
 
     def records(self) -> Iterator[RolloutRecord]:
         """Every turn with complete provenance, oldest first; blocks, for use without the event loop."""
-        query = select(turns).where(turns.c.state == "complete").order_by(turns.c.finished_at, turns.c.receipt)
-        with self._database.reading.connect().execution_options(yield_per=200) as connection:
-            for row in connection.execute(query).mappings():
-                yield record_of(row)
+        return read_records(self._database)
 
     def close(self) -> None:
         self.writer.close()
         self._readers.shutdown()
         self._database.close()
+
+
+def read_records(database: Database) -> Iterator[RolloutRecord]:
+    query = select(turns).where(turns.c.state == "complete").order_by(turns.c.finished_at, turns.c.receipt)
+    with database.reading.connect().execution_options(yield_per=200) as connection:
+        for row in connection.execute(query).mappings():
+            yield record_of(row)
+
+
+@contextmanager
+def open_records(url: str) -> Iterator[Iterator[RolloutRecord]]:
+    """Every turn with complete provenance of a store, also of one that a gateway writes to; oldest first.
+
+    A store of an older version is brought to this one first, if no gateway has it. Raises StoreError.
+    """
+    try:
+        database = Database(url, writing=False)
+    except OtherLayout:
+        Database(url).close()
+        database = Database(url, writing=False)
+    try:
+        yield read_records(database)
+    finally:
+        database.close()
 
 
 @contextmanager

@@ -110,6 +110,9 @@ class VersionNumbers:
         """It gets another number."""
         self._known.pop(version, None)
 
+    def forget_all(self) -> None:
+        self._known.clear()
+
 
 def add_turn(connection: Connection, turn: Turn, numbers: VersionNumbers) -> Placed:
     """Store a turn; it goes on with its parent's trajectory while that is open and the parent is its last turn.
