@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from reef_service.connections import Connections
+from reef_service.store.turn_classes import class_of
 from slime_backend.fleet import Fleet
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.publication import PublicationReport
@@ -55,7 +56,7 @@ class Metrics:
         self.registry.register(_Sockets(connections))
 
     def turn(self, record: RolloutRecord, state: str, api: str) -> None:
-        rollout_class = record.rollout_class if state == "complete" else "unproven"
+        rollout_class = class_of(record) if state == "complete" else "unproven"
         self.turns.labels(api, state, rollout_class).inc()
         self.tokens.labels("prompt").inc(len(record.prompt_ids))
         self.tokens.labels("output").inc(len(record.output_ids))

@@ -164,6 +164,6 @@ def metrics_of(batch: Batch, temperature: float = 1.0) -> dict[str, float]:
     found = {"reef/version_lag_mean": sum(lags) / len(lags), "reef/version_lag_max": max(lags)} if lags else {}
     left_out = [span for sample in batch.samples for span in not_trainable(sample, temperature).values()]
     found["reef/tokens_not_trainable"] = sum(end - start for start, end in left_out)
-    for name in ("pure", "recomputed", "mixed", "carried"):
+    for name in ("pure", "recomputed", "mixed", "carried", "not_auditable"):
         found[f"reef/class_{name}"] = sum(sample.rollout_class == name for sample in batch.samples)
     return found

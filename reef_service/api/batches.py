@@ -16,7 +16,7 @@ from reef_service.store import LeaseGone, UnknownLease
 from reef_service.store.leases import Wish
 from reef_service.store.samples import StoredSample
 from reef_service.store.schema import publications
-from slime_backend.provenance.classes import CLASSES, RolloutClass
+from reef_service.store.turn_classes import TURN_CLASSES, TurnClass
 from slime_backend.provenance.records import RolloutRecord
 
 router = APIRouter(prefix="/reef", tags=["training"])
@@ -35,7 +35,7 @@ class BatchQuery(BaseModel):
     holder: str = Field("", max_length=200, pattern=NO_NUL)
     min_score: float | None = Field(None, allow_inf_nan=False)
     max_score: float | None = Field(None, allow_inf_nan=False)
-    rollout_class: list[RolloutClass] = Field(default_factory=list, description="default: all")
+    rollout_class: list[TurnClass] = Field(default_factory=list, description="default: all")
     max_version_lag: int | None = Field(None, ge=0, le=100_000)
     group_size: int = Field(0, ge=0, le=1024, description="complete groups of this many sessions, by x-reef-group")
     at_least: int = Field(0, ge=0, le=4096, description="samples, or groups; nothing is given where there are fewer")
@@ -86,7 +86,7 @@ async def batch(
         id=query.lease,
         min_score=query.min_score,
         max_score=query.max_score,
-        classes=tuple(query.rollout_class) or CLASSES,
+        classes=tuple(query.rollout_class) or TURN_CLASSES,
         oldest=oldest,
         group_size=query.group_size,
         at_least=query.at_least,

@@ -107,6 +107,22 @@ def session_and_group(request: Request) -> tuple[str, str]:
     return found[0], found[1]
 
 
+def describe_headers() -> list[dict[str, Any]]:
+    """The request headers of the APIs that answer from the engines, as OpenAPI has parameters."""
+    name = {"type": "string", "pattern": f"^{_NAME.pattern}$"}
+    key = {"type": "string", "pattern": f"^{_KEY.pattern}$"}
+    described = (
+        (SESSION, name, "the conversation that the request belongs to"),
+        (GROUP, name, "what the session is compared with"),
+        (TRAIN, {"type": "string", "enum": [*_MARKS]}, "false: this branch of the session is not to be trained on"),
+        (KEY, key, "the same key is the same request, which gets the answer that there is"),
+    )
+    return [
+        {"name": header, "in": "header", "required": False, "description": text, "schema": schema}
+        for header, schema, text in described
+    ]
+
+
 def plane_of(request: Request) -> DataPlane:
     plane: DataPlane = request.app.state.gateway.plane
     return plane

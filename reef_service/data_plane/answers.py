@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from reef_service.store.turn_classes import class_of
 from reef_service.store.turns import History, TurnState
 from reef_service.text.answer_parser import AnswerParser, Piece, ToolCall
 from slime_backend.provenance.records import RolloutRecord
+from slime_backend.provenance.sampling_params import not_auditable
 
 
 @dataclass(slots=True)
@@ -95,11 +97,13 @@ class Done:
 
     def receipt(self) -> dict[str, Any]:
         """Return what the last event of every API has under `reef`."""
+        why = not_auditable(self.record.sampling)
         return {
+            **({"not_auditable": why} if why else {}),
             "receipt": self.record.receipt,
             "session": self.record.session,
             "trajectory": self.trajectory,
             "state": self.state,
-            "class": self.record.rollout_class if self.state == "complete" else None,
+            "class": class_of(self.record) if self.state == "complete" else None,
             "versions": list(self.record.versions),
         }

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from reef_service.data_plane.answers import Answer, Delta, Done, TokenRequest
-from reef_service.data_plane.generation import Generation
+from reef_service.data_plane.generation import Generation, NoLogprobs
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.recording import record_of, record_without_answer, state_of
 from reef_service.data_plane.stored_answers import to_text
@@ -134,6 +134,10 @@ class Exchange:
                     self._show(generation, start, end)
         except EngineRefused as error:
             raise ApiError(400, f"the engine refuses this request: {error.seen}") from error
+        except NoLogprobs as error:
+            log.error("request %s: %s", self.receipt, error)
+            await self._store_failure(generation, "no log-probs")
+            raise ApiError(502, f"the answer can't be used: {error}", code="no_logprobs", should_retry=False) from error
         except EngineUncalled as error:
             await self._store_failure(generation)
             raise ApiError(
@@ -217,9 +221,10 @@ class Exchange:
             record = record_without_answer(generation, temperature=temperature, reason=finish, **about)
         return await self._keep(record, state, generation)
 
-    async def _store_failure(self, generation: Generation) -> None:
+    async def _store_failure(self, generation: Generation, reason: str = "lost") -> None:
         about = {"session": self.session, "label": self.request.label}
-        record = record_without_answer(generation, temperature=1.0, reason="lost", **about)
+        temperature = float(self.request.sampling.get("temperature", 1.0))
+        record = record_without_answer(generation, temperature=temperature, reason=reason, **about)
         await self._keep(record, "disconnected" if self.abandoned else "failed", generation)
 
     async def _keep(self, record: RolloutRecord, state: TurnState, generation: Generation) -> Done:

@@ -13,6 +13,8 @@ from sqlalchemy.schema import CreateColumn
 
 from reef_service.store import schema
 from reef_service.store.choice import choose_branch
+from reef_service.store.turn_classes import NOT_AUDITABLE, class_of
+from reef_service.store.turns import record_of
 
 
 def migrate(connection: Connection, layout: int) -> bool:
@@ -30,6 +32,7 @@ def _jobs_and_branches(connection: Connection) -> None:
     for table in (schema.turns, schema.trajectories, schema.leases):
         _add_columns(connection, table)
     _fill_depths(connection)
+    _class_again(connection)
     t = schema.trajectories.c
     for session in connection.scalars(select(t.session).where(t.scored_at.is_not(None)).distinct()).all():
         choose_branch(connection, session)
@@ -79,6 +82,22 @@ def _fill_depths(connection: Connection) -> None:
                     "new_tokens": int(row.tokens),
                 },
             )
+
+
+def _class_again(connection: Connection) -> None:
+    """Turns whose sampling parameters change the distribution were called after their KV alone."""
+    turns, trajectories = schema.turns, schema.trajectories
+    t = trajectories.c
+    changed: set[tuple[str, int]] = set()
+    query = select(turns).where(turns.c.provenance.contains('"sampling":'), turns.c["class"] != "")
+    for row in connection.execute(query).mappings().all():
+        if class_of(record_of(row)) == NOT_AUDITABLE:
+            found = update(turns).where(turns.c.receipt == row["receipt"])
+            connection.execute(found.values({"class": NOT_AUDITABLE}))
+            changed.add((row["session"], row["trajectory"]))
+    for session, number in changed:
+        of_it = update(trajectories).where(t.session == session, t.number == number, trajectories.c["class"] != "")
+        connection.execute(of_it.values({"class": NOT_AUDITABLE}))
 
 
 _STEPS: dict[int, Callable[[Connection], None]] = {1: _jobs_and_branches}

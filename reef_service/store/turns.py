@@ -10,7 +10,7 @@ from sqlalchemy import Connection, RowMapping, bindparam, func, insert, select, 
 
 from reef_service.store.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from reef_service.store.schema import answer_keys, publications, trajectories, turns
-from slime_backend.provenance.classes import CLASSES
+from reef_service.store.turn_classes import class_of, stronger
 from slime_backend.provenance.kv_contexts import read_segments
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.wire import Prefill, Span
@@ -50,7 +50,7 @@ class Turn:
 
     @property
     def rollout_class(self) -> str:
-        return self.record.rollout_class if self.state == "complete" else ""
+        return class_of(self.record) if self.state == "complete" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +219,6 @@ def _row(turn: Turn, placed: Placed, oldest: int) -> dict[str, Any]:
         "request": turn.request,
         "answer": turn.answer if turn.state in CONTINUABLE else "",
     }
-
-
-def stronger(one: str, other: str) -> str:
-    """The class of both together. "" (unknown) wins: a trajectory is known only where all of it is."""
-    if not one or not other:
-        return ""
-    return max(one, other, key=CLASSES.index)
 
 
 def record_of(row: RowMapping, *, group: str = "", reward: float = 0.0) -> RolloutRecord:

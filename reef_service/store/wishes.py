@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reef_service.store.schema import trajectories
-from slime_backend.provenance.classes import CLASSES
+from reef_service.store.turn_classes import TURN_CLASSES
 
 Key = tuple[str, int]  # session, number of the trajectory
 
@@ -21,7 +21,7 @@ class Wish:
     id: str | None = None  # of the lease, by the trainer: asking again with it gives the same samples
     min_score: float | None = None
     max_score: float | None = None
-    classes: tuple[str, ...] = CLASSES
+    classes: tuple[str, ...] = TURN_CLASSES
     oldest: int = 0  # publication; nothing that was sampled before it
     group_size: int = 0  # > 0: complete groups of this many sessions, by the label that clients gave
     at_least: int = 0  # samples, or groups; nothing is given where there are fewer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import create_engine, text, update
@@ -249,6 +250,8 @@ def to_layout_1(url):
         }.items():
             for column in columns:
                 connection.execute(text(f"ALTER TABLE {table} DROP COLUMN {column}"))
+        for table in ("turns", "trajectories"):
+            connection.execute(text(f"UPDATE {table} SET class = 'pure' WHERE class = 'not_auditable'"))
         connection.execute(text("UPDATE meta SET value = '1' WHERE name = 'layout'"))
     engine.dispose()
 
@@ -259,6 +262,9 @@ async def fill(store):
     await store.add_turn(turn("retry", prompt=(1, 2, 3), output=(5,), parent="a", at=3.0, label="q"))
     await store.add_turn(turn("long", prompt=(1,) * 30, output=(5,), at=4.0, label="q"))
     await store.add_turn(turn("taken", session="t", label="q"))
+    penalised = turn("penalised", session="u", label="q")
+    record = replace(penalised.record, sampling={"frequency_penalty": 0.5})
+    await store.add_turn(replace(penalised, record=record))
     for session in "st":
         await score(store, session)
     return await store.lease(Wish(id="old", limit=1, group_size=1))
@@ -282,10 +288,13 @@ def test_a_store_of_the_first_layout_is_brought_to_this_one(store_url, run_async
 
     with open_store(store_url) as store:
         others, nothing = run_async(work(store))
+        found = "SELECT receipt, class FROM turns WHERE receipt IN ('a', 'penalised')"
+        classes = run_async(store.read(lambda c: dict(c.execute(text(found)).all())))
         depths = run_async(store.read(lambda c: dict(c.execute(text("SELECT receipt, depth FROM turns")).all())))
     assert sorted([*(f"{s}/{n}" for s, n in first.samples), *others]) == ["s/1", "t/0"]
     assert nothing["trained"] == 0
-    assert depths == {"a": 1, "lost": 2, "retry": 2, "long": 1, "taken": 1, "more": 3}
+    assert depths == {"a": 1, "lost": 2, "retry": 2, "long": 1, "taken": 1, "penalised": 1, "more": 3}
+    assert classes == {"penalised": "not_auditable", "a": "pure"}
     with open_store(store_url):  # and it stays
         pass
 
