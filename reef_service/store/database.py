@@ -161,7 +161,7 @@ def _limit_pings(engine: Engine, deadlines: Deadlines) -> None:
         with deadlines.limit_driver(connection, CALL_S):
             return plain(connection)
 
-    engine.dialect.do_ping = ping  # type: ignore[method-assign]
+    engine.dialect.do_ping = ping  # type: ignore[method-assign, assignment]
 
 
 def _prepare_postgresql(connection: Any, record: Any) -> None:

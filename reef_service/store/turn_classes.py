@@ -24,4 +24,4 @@ def stronger(one: str, other: str) -> str:
     """The class of both together. "" (unknown) wins: a trajectory is known only where all of it is."""
     if not one or not other:
         return ""
-    return max(one, other, key=TURN_CLASSES.index)  # type: ignore[arg-type]
+    return max(one, other, key=TURN_CLASSES.index)

@@ -110,8 +110,8 @@ class StandIn:
 def stand_in_for_slime() -> None:
     for name in ("slime", "slime.utils", "slime.rollout", "slime.utils.types", "slime.rollout.base_types"):
         sys.modules[name] = types.ModuleType(name)
-    sys.modules["slime.utils.types"].Sample = StandIn
-    sys.modules["slime.rollout.base_types"].RolloutFnTrainOutput = Output
+    vars(sys.modules["slime.utils.types"])["Sample"] = StandIn
+    vars(sys.modules["slime.rollout.base_types"])["RolloutFnTrainOutput"] = Output
 
 
 def main() -> None:
