@@ -6,6 +6,9 @@ Without the headers it is answered a second time, as the controls show.
 from __future__ import annotations
 
 import asyncio
+import re
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -221,3 +224,58 @@ def test_incomplete_groups_are_listed_and_closed(tmp_path, run_async):
             return [(g["label"], g["ready"]) for g in listed["groups"]], none, closed, after
 
     assert run_async(work()) == ([("a/b", 3)], {"groups": []}, (200, {"closed": {"a/b": 3}}), {"groups": []})
+
+
+@asynccontextmanager
+async def losing_the_first_answer(url):
+    """The address of a proxy that passes requests on and drops the first answer, complete as it is."""
+    parts, lost = urlsplit(url), []
+
+    async def serve(reader, writer):
+        upstream_reader, upstream = await asyncio.open_connection(parts.hostname, parts.port)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(re.search(rb"content-length: (\d+)", head.lower())[1])
+        upstream.write(head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1) + await reader.readexactly(length))
+        answer = await upstream_reader.read()
+        if lost:
+            writer.write(answer)
+            await writer.drain()
+        lost.append(answer)
+        upstream.close()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", lost
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("library", ["openai", "anthropic"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_official_clients_own_retry_is_one_turn(tmp_path, run_async, library, stream):
+    module = pytest.importorskip(library, reason=f"{library} is not installed; pip install 'reef-slime[dev]'")
+
+    async def ask(url):
+        about = {"model": "m", "messages": MESSAGES, "max_tokens": 50, "extra_headers": {"x-reef-session": "s"}}
+        if library == "openai":
+            async with module.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as api:
+                answer = await api.chat.completions.create(**about, stream=stream)
+                return [event async for event in answer] if stream else answer
+        async with module.AsyncAnthropic(base_url=url, api_key="none") as api:
+            answer = await api.messages.create(**about, stream=stream)
+            return [event async for event in answer] if stream else answer
+
+    async def work():
+        async with (
+            gateway_on(tmp_path, "one", "two") as (client, gateway, _),
+            losing_the_first_answer(client.url) as (url, answers),
+        ):
+            answer = await ask(url)
+            return answer, answers, await turns(gateway)
+
+    answer, answers, count = run_async(work())
+    assert answer
+    assert len(answers) == 2
+    assert b"x-reef-replayed: true" in answers[1]
+    assert count == {"complete": 1}
