@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from reef_service.store.deadlines import Deadlines
 from reef_service.store.errors import StoreError
 from reef_service.store.migrations import migrate
 from reef_service.store.only_writer import CALL_S, AdvisoryLock, FileLock, Lock, OnlyWriter
+
+log = logging.getLogger(__name__)
 
 BUSY_S = 30
 READERS = 4
@@ -93,6 +96,7 @@ class Database:
             elif layout != str(schema.LAYOUT):
                 if not layout.isdecimal() or int(layout) > schema.LAYOUT:
                     raise self._other_layout(layout)
+                log.warning("store %s: layout %s is brought to %d", self.shown, layout, schema.LAYOUT)
                 # SQLite begins a transaction with the first write, and all that follows is to be in it.
                 connection.execute(update(schema.meta).where(schema.meta.c.name == "layout").values(value=layout))
                 schema.tables.create_all(connection)  # tables that are new; those that are there stay as they are

@@ -26,6 +26,7 @@ from reef_service.store.writer import GRACE_S, Writer
 from slime_backend.provenance.records import RolloutRecord
 
 T = TypeVar("T")
+SAMPLE_S = 0.1  # to read one, more than enough
 
 
 class Store:
@@ -91,13 +92,14 @@ class Store:
 
     # ---- read ---------------------------------------------------------------------------------------------------
 
-    async def read(self, query: Callable[[Connection], T]) -> T:
-        """Raises StoreError where the database doesn't answer, within `CALL_S`."""
-        database = self._database
+    async def read(self, query: Callable[[Connection], T], more_s: float = 0.0) -> T:
+        """Raises StoreError where the database doesn't answer within `CALL_S`, and `more_s` for what is known to take
+        longer."""
+        database, seconds = self._database, CALL_S + more_s
 
         def run() -> T:
             try:
-                with database.reading.connect() as connection, database.deadlines.limit(connection, CALL_S):
+                with database.reading.connect() as connection, database.deadlines.limit(connection, seconds):
                     found = query(connection)
                     connection.rollback()  # here, and not when it is handed back, where nothing bounds it
                     return found
@@ -105,13 +107,16 @@ class Store:
                 raise StoreError(f"the store can't be read: {str(error).splitlines()[0]}") from error
 
         try:
-            async with asyncio.timeout(CALL_S + GRACE_S):
+            async with asyncio.timeout(seconds + GRACE_S):
                 return await asyncio.get_running_loop().run_in_executor(self._readers, run)
         except TimeoutError:
-            raise StoreError(f"the store can't be read within {CALL_S + GRACE_S:g} s") from None
+            raise StoreError(f"the store can't be read within {seconds + GRACE_S:g} s") from None
 
     async def samples(self, lease: Lease) -> list[StoredSample]:
-        return await self.read(lambda connection: [samples.read_sample(connection, key) for key in lease.samples])
+        def read(connection: Connection) -> list[StoredSample]:
+            return [samples.read_sample(connection, key) for key in lease.samples]
+
+        return await self.read(read, SAMPLE_S * len(lease.samples))
 
     async def incomplete_groups(self, size: int, limit: int) -> list[dict[str, Any]]:
         return await self.read(lambda connection: groups.incomplete_groups(connection, size, limit))

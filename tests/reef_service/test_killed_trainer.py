@@ -113,3 +113,30 @@ def test_jobs_whose_directories_are_called_alike_share_nothing(tmp_path, run_asy
         (save / TRACKER).unlink()
     _, (one, two) = run_async(work("--old"), 250)  # the control: the same samples under one name
     assert set(one) & set(two)
+
+
+def test_a_job_over_http(tmp_path, run_async):
+    async def work():
+        async with gateway_on(tmp_path, "yes") as (client, _, _):
+            for i in range(4):
+                await scored(client, i)
+            ask = {"job": "one", "step": 0, "limit": 2, "at_least": 2}
+            _, first = await client.post("/reef/batches", ask)
+            _, again = await client.post("/reef/batches", ask)
+            assert again["lease"] == first["lease"] == "one:0"
+            assert [s["receipts"] for s in again["samples"]] == [s["receipts"] for s in first["samples"]]
+            _, nothing = await client.post("/reef/batches", {"limit": 3, "at_least": 3})
+            assert (nothing["lease"], nothing["samples"]) == (None, [])
+            assert (await client.post("/reef/batches/one:0/ack", {"job": "two"}))[0] == 409
+            assert (await client.post("/reef/batches/one:0/release", {"job": "two"}))[0] == 409
+            assert (await client.post("/reef/batches", {"lease": "one:0"}))[0] == 409
+            wrong = [await client.post("/reef/batches", body) for body in ({"step": 1}, {**ask, "lease": "x"})]
+            assert [status for status, _ in wrong] == [400, 400]
+            assert (await client.get("/reef/jobs/one/leases"))[1]["leases"][0]["step"] == 0
+            saved = [await client.post("/reef/jobs/one/saved", {"step": 0, "lease_s": 60}) for _ in range(2)]
+            return saved, await client.get("/reef/jobs/one/leases")
+
+    (first, again), left = run_async(work())
+    assert first == (200, {"acknowledged": ["one:0"], "trained": 2, "gone": [], "held": []})
+    assert again[1]["trained"] == 0
+    assert left[1]["leases"] == []
