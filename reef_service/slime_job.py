@@ -14,8 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime_backend.errors import ReefError
+
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's: the last iteration that is complete on the disk
 NAME_FILE = "reef_job.json"
+
+
+class JobNameError(ReefError, ValueError):
+    """The file with a job's name can't be used."""
 
 
 @dataclass(slots=True)
@@ -75,7 +81,7 @@ def name_of(directory: Path) -> str:
         _write(file, {"job": _new_name() if copied else known["job"], "directory": here})
     known = _read(file)
     if known is None:
-        raise ValueError(f"{file}: can't be read back; is {directory} writable?")
+        raise JobNameError(f"{file}: can't be read back; is {directory} writable?")
     return known["job"]
 
 
@@ -95,7 +101,7 @@ def _read(file: Path) -> dict[str, str] | None:
         known = json.loads(file.read_text())
         return {"job": str(known["job"]), "directory": str(known["directory"])}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no job's name ({error}); remove it if no lease of that job is left") from error
+        raise JobNameError(f"{file} is no job's name ({error}); remove it if no lease of that job is left") from error
 
 
 def _write(file: Path, value: dict[str, str], *, first: bool = False) -> None:

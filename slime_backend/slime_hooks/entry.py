@@ -11,6 +11,7 @@ from slime_backend import cpu
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.cpu.flags import GpuFlagError, cpu_flags
 from slime_backend.cpu.source import SourceMovedError
+from slime_backend.errors import ReefError
 from slime_backend.policy import PolicyError
 from slime_backend.slime_hooks import ray_start, worker_setup
 from slime_backend.slime_hooks.contract import checkout
@@ -23,6 +24,7 @@ USER_ERRORS = (
     PolicyError,
     GpuFlagError,
     SourceMovedError,
+    ReefError,
 )
 
 
@@ -38,11 +40,11 @@ def run(script: str) -> None:
         worker_setup.setup()
         loop = checkout.load_script(script)
         args = parse(asynchronous=script == "train_async")
+        finish = at_end(args)
         ray_start.start(args)
     except USER_ERRORS as error:
         print(f"reef-slime: {error}", file=sys.stderr)
         sys.exit(WRONG_USE)
-    finish = at_end(args)
     loop.train(args)
     finish()
 

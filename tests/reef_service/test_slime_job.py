@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from reef_service.slime_job import NAME_FILE, TRACKER, Job, loaded, name_of
+from reef_service.slime_job import NAME_FILE, TRACKER, Job, JobNameError, loaded, name_of
 
 
 def arguments(**values):
@@ -38,7 +38,7 @@ def test_a_name_moves_with_its_directory_and_a_copy_is_another_job(tmp_path):
 
 def test_a_broken_name_is_one_line(tmp_path):
     (tmp_path / NAME_FILE).write_text("{")
-    with pytest.raises(ValueError, match=f"{NAME_FILE} is no job's name"):
+    with pytest.raises(JobNameError, match=f"{NAME_FILE} is no job's name"):
         name_of(tmp_path)
 
 
