@@ -30,6 +30,7 @@ from reef_service.errors import ApiError, bad_request
 SESSION, GROUP, RECEIPT = "x-reef-session", "x-reef-group", "x-reef-receipt"
 TRAIN, AGAIN = "x-reef-train", "x-reef-replayed"
 KEY, RETRY = "idempotency-key", "x-stainless-retry-count"  # the latter: of OpenAI's and Anthropic's clients
+MUCH = 1 << 20  # bytes whose digest isn't made on the event loop
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
 _MARKS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _NAME = re.compile(r"[A-Za-z0-9._:@/+-]{1,200}")
@@ -194,7 +195,7 @@ async def respond(request: Request, asked: TokenRequest, render: Callable[[Done]
 
 async def _begin(request: Request, asked: TokenRequest) -> Exchange | Replay:
     """The request on its way, or the answer that it had when it came before. Raises ApiError."""
-    plane, attempt = plane_of(request), _attempt(request, asked.session)
+    plane, attempt = plane_of(request), await _attempt(request, asked.session)
     asked = replace(asked, attempt=attempt, train=_trains(request))
 
     def make() -> Exchange:
@@ -208,15 +209,22 @@ async def _begin(request: Request, asked: TokenRequest) -> Exchange | Replay:
     return found
 
 
-def _attempt(request: Request, session: str) -> Attempt:
+async def _attempt(request: Request, session: str) -> Attempt:
     """Raises ApiError 400 for a key that is none."""
     key, count = request.headers.get(KEY, ""), request.headers.get(RETRY, "")
     if key and not _KEY.fullmatch(key):
         raise bad_request(f"{KEY} must be 1 to 255 printable characters of ASCII")
     if not key and not session:
         return Attempt()
-    digest = hashlib.sha256(f"{request.url.path}\n".encode() + getattr(request, "_body", b"")).hexdigest()
+    path, body = f"{request.url.path}\n".encode(), getattr(request, "_body", b"")
+    digest = _digest(path, body) if len(body) < MUCH else await asyncio.to_thread(_digest, path, body)
     return Attempt(session, digest, key, retry=count.isdecimal() and int(count) > 0)
+
+
+def _digest(path: bytes, body: bytes) -> str:
+    found = hashlib.sha256(path)
+    found.update(body)
+    return found.hexdigest()
 
 
 def _trains(request: Request) -> bool:
