@@ -28,6 +28,7 @@ from reef_service.store.errors import StoreError
 
 log = logging.getLogger(__name__)
 CALL_S = 30.0  # for one transaction, whatever the server does
+UNLOCK_S = 2.0  # for a lock to be given back; it ends with its connection anyway
 WATCH_S = 1.0  # between two looks at the lock
 _ADVISORY_LOCK = 0x72656566  # PostgreSQL: any number that is ours
 _FENCE = select(schema.meta.c.value).where(schema.meta.c.name == "fence")
@@ -178,8 +179,8 @@ class AdvisoryLock:
         except SQLAlchemyError:
             return False
 
-    def _ask(self, connection: Connection, question: str) -> Any:
-        with self._deadlines.limit(connection, CALL_S):
+    def _ask(self, connection: Connection, question: str, seconds: float | None = None) -> Any:
+        with self._deadlines.limit(connection, CALL_S if seconds is None else seconds):
             found = connection.scalar(text(question))
             connection.commit()
             return found
@@ -188,5 +189,7 @@ class AdvisoryLock:
         connection, self._connection = self._connection, None
         if connection is not None:
             with suppress(SQLAlchemyError):  # a server that is gone has let the lock go
-                connection.invalidate()  # given back to the pool it would keep the lock
+                self._ask(connection, f"SELECT pg_advisory_unlock({_ADVISORY_LOCK})", UNLOCK_S)
+            with suppress(SQLAlchemyError):
+                connection.invalidate()  # given back to the pool it might keep the lock
                 connection.close()

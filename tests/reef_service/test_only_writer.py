@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from reef_service.store import store as store_module
 from reef_service.store.database import Database
 from tests import waiting
 from tests.reef_service.examples import turn
+from tests.reef_service.postgres_server import processes
 from tests.reef_service.test_branches import to_layout_1
 
 
@@ -96,26 +97,53 @@ def test_a_connection_that_was_cut_costs_no_write(store_url, run_async):
         assert run_async(work(store)) == 1
 
 
+def test_after_a_restart_of_the_server_there_is_still_one_writer(own_postgres, run_async):
+    """kill -9 of the server, twice: all that was acknowledged is there, and nobody else gets in."""
+
+    async def add(store, receipt):
+        try:
+            await store.add_turn(turn(receipt, session=receipt))
+        except StoreError:
+            return False
+        return True
+
+    async def work(store):
+        stored = []
+        for round_ in range(2):
+            stored += [f"a{round_}"] if await add(store, f"a{round_}") else []
+            number = store._database.only_writer.number
+            own_postgres.kill()
+            assert not await add(store, f"lost{round_}")
+            own_postgres.start()
+            await waiting.until(lambda: store._database.only_writer.number > number, "the lock is taken again")  # noqa: B023
+            with pytest.raises(StoreError, match="another gateway writes to"):
+                open_store(own_postgres.url).__enter__()
+            assert await add(store, f"b{round_}")
+            stored.append(f"b{round_}")
+        return stored, await store.history("a0")
+
+    with open_store(own_postgres.url) as store:
+        stored, history = run_async(work(store), 200)
+        assert {r.receipt for r in store.records()} == set(stored) == {"a0", "b0", "a1", "b1"}
+        assert len(history) == 1
+
+
 @contextmanager
 def frozen(url):
     """The processes of a PostgreSQL server, stopped."""
     with asking(url) as connection:
         data = Path(connection.scalar(text("SHOW data_directory")))
     parent = int((data / "postmaster.pid").read_text().split()[0])
-    stopped = [parent]
-    os.kill(parent, signal.SIGSTOP)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
-                stopped.append(int(stat.parent.name))
-                os.kill(stopped[-1], signal.SIGSTOP)
-        except (FileNotFoundError, ProcessLookupError):
-            pass
+    stopped = processes(parent)
+    for pid in stopped:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
         for pid in reversed(stopped):
-            os.kill(pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("when", ["idle", "busy"])
