@@ -14,6 +14,7 @@ from reef_service.store.leases import Wish
 from reef_service.store.reports import Report
 from reef_service.store.schema import trajectories
 from tests.reef_service.examples import turn
+from tests.reef_service.old_stores import to_layout_1
 
 
 @pytest.fixture
@@ -235,25 +236,6 @@ def test_a_saved_step_whose_lease_was_given_away_keeps_what_is_its_own(store, ru
         return await store.saved("j", 0, None)
 
     assert run_async(work())["gone"] == []
-
-
-def to_layout_1(url):
-    """As the first layout had it."""
-    engine = create_engine(url)
-    with engine.begin() as connection:
-        connection.execute(text("DROP TABLE answer_keys"))
-        connection.execute(text("DROP INDEX leases_of_job"))
-        for table, columns in {
-            "turns": ("depth", "request", "answer"),
-            "trajectories": ("depth", "prompt_tokens", "train", "named", "trains", "closed_at"),
-            "leases": ("job", "step"),
-        }.items():
-            for column in columns:
-                connection.execute(text(f"ALTER TABLE {table} DROP COLUMN {column}"))
-        for table in ("turns", "trajectories"):
-            connection.execute(text(f"UPDATE {table} SET class = 'pure' WHERE class = 'not_auditable'"))
-        connection.execute(text("UPDATE meta SET value = '1' WHERE name = 'layout'"))
-    engine.dispose()
 
 
 async def fill(store):

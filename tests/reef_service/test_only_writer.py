@@ -17,8 +17,8 @@ from reef_service.store import store as store_module
 from reef_service.store.database import Database
 from tests import waiting
 from tests.reef_service.examples import turn
+from tests.reef_service.old_stores import to_layout_1
 from tests.reef_service.postgres_server import processes
-from tests.reef_service.test_branches import to_layout_1
 
 
 @contextmanager
