@@ -219,6 +219,8 @@ def test_incomplete_groups_are_listed_and_closed(tmp_path, run_async):
                 await client.post("/reef/report", {"id": f"r{i}", "score": i, "session": f"s{i}"})
             _, listed = await client.get("/reef/groups?group_size=4")
             _, none = await client.get("/reef/groups?group_size=3")
+            careless, _ = await client.post("/reef/groups/close", {"group_size": 4})
+            assert careless == 400
             closed = await client.post("/reef/groups/close", {"group_size": 4, "groups": ["a/b"]})
             _, after = await client.get("/reef/groups?group_size=4")
             return [(g["label"], g["ready"]) for g in listed["groups"]], none, closed, after
