@@ -17,9 +17,9 @@ from starlette.types import ASGIApp
 from reef_service.api import (
     anthropic_messages,
     batches,
-    common,
     feedback,
     groups,
+    headers,
     openai_chat,
     openai_completions,
     publications,
@@ -33,7 +33,7 @@ from reef_service.security import Guard, Tokens, needed, read_token
 from slime_backend import __version__
 
 DATA_PLANE = (openai_chat, openai_completions, anthropic_messages, sglang_generate)
-HEADERS = common.describe_headers()
+HEADERS = headers.describe_headers()
 PAGE = Path(__file__).parent / "page"
 _POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 
