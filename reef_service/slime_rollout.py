@@ -2,8 +2,8 @@
 
 Agents ask the gateway and report scores; a step waits until there are `rollout_batch_size` groups of
 `n_samples_per_prompt` sessions (by the header x-reef-group; single samples where that is 1) and takes them under a
-lease of its job and step. The lease is acknowledged once slime has saved a checkpoint that was trained on it, or once
-it is trained on where slime saves none.
+lease of its job and step. The lease is acknowledged once slime has saved a checkpoint that was trained on it, or at the
+next step where slime saves none.
 
 Nothing is kept in mind for that. What the checkpoint holds that a process goes on from is acknowledged at its first
 step; a later step that an earlier process had taken gets the same samples again. So each sample is in the checkpoint
