@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import FileResponse, HTMLResponse
+from fastapi.routing import APIRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
@@ -16,6 +18,8 @@ from reef_service.api import (
     anthropic_messages,
     batches,
     feedback,
+    groups,
+    headers,
     openai_chat,
     openai_completions,
     publications,
@@ -29,6 +33,7 @@ from reef_service.security import Guard, Tokens, needed, read_token
 from slime_backend import __version__
 
 DATA_PLANE = (openai_chat, openai_completions, anthropic_messages, sglang_generate)
+HEADERS = headers.describe_headers()
 PAGE = Path(__file__).parent / "page"
 _POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 
@@ -46,7 +51,7 @@ def make_inner(gateway: Gateway) -> FastAPI:
     """Make the application without the guard and the lane."""
     app = FastAPI(title="reef-slime gateway", version=__version__, docs_url=None, redoc_url=None)
     app.state.gateway = gateway
-    for api in (*DATA_PLANE, feedback, batches, publications, status):
+    for api in (*DATA_PLANE, feedback, batches, groups, publications, status):
         app.include_router(api.router)
     for error in ANSWERED:
         app.exception_handler(error)(_answer)
@@ -56,7 +61,9 @@ def make_inner(gateway: Gateway) -> FastAPI:
 
 
 def _describe_tokens(app: FastAPI) -> None:
-    """Add the token that each path needs to the API's description, so that /docs can send it."""
+    """Add to the API's description the token that each path needs, so that /docs can send it, and the headers that
+    requests to the engines take."""
+    answering = {path for api in DATA_PLANE for path in _answering(api.router)}
     make = app.openapi
 
     def described() -> dict[str, Any]:
@@ -69,9 +76,18 @@ def _describe_tokens(app: FastAPI) -> None:
             if needed(path) != "open":
                 for operation in operations.values():
                     operation["security"] = [{"bearer": []}, {"key": []}]
+            if path in answering:
+                operations["post"].setdefault("parameters", []).extend(HEADERS)
         return found
 
     app.openapi = described  # type: ignore[method-assign]
+
+
+def _answering(router: APIRouter) -> Iterator[str]:
+    """Paths of a router whose answers are turns."""
+    for route in router.routes:
+        if isinstance(route, APIRoute) and get_type_hints(route.endpoint).get("return") is Response:
+            yield route.path
 
 
 def _add_page(app: FastAPI) -> None:

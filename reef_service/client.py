@@ -5,6 +5,12 @@
     ... train, save ...
     client.ack(batch.lease)
 
+A job that may be killed at any moment keeps nothing in mind: it names its steps, and reports what its checkpoint holds.
+
+    batch = client.wait_for_step("run7", 12, limit=64, deadline_s=3600)
+    ... train, save ...
+    client.saved("run7", 12)                         # the first call after a restart, too: its checkpoint's step
+
 Blocking, the standard library and pure functions of ours only: it runs inside trainers.
 """
 
@@ -109,7 +115,7 @@ class BatchClient:
 
     def next(
         self,
-        lease: str,
+        lease: str | None,
         *,
         limit: int,
         lease_s: float | None = None,
@@ -118,8 +124,15 @@ class BatchClient:
         min_score: float | None = None,
         max_score: float | None = None,
         classes: Sequence[str] = (),
+        at_least: int = 0,
+        job: str | None = None,
+        step: int | None = None,
     ) -> Batch:
-        """Lease the samples that there are now, at most `limit`. Raises GatewayError."""
+        """Lease the samples that there are now, at most `limit`; none where there are fewer than `at_least`.
+
+        A lease with `job` is that job's alone; `step` names it in place of `lease`, which is None then. Raises
+        GatewayError.
+        """
         asked = {
             "lease": lease,
             "limit": limit,
@@ -129,6 +142,9 @@ class BatchClient:
             "min_score": min_score,
             "max_score": max_score,
             "rollout_class": list(classes),
+            "at_least": at_least or None,
+            "job": job,
+            "step": step,
         }
         data = self._call("POST", "/reef/batches", {name: value for name, value in asked.items() if value is not None})
         samples = [Sample.from_json(sample) for sample in data["samples"]]
@@ -159,9 +175,28 @@ class BatchClient:
                 break
             time.sleep(wait)
             wait = min(2 * wait, MAX_WAIT_S)
-        raise GatewayError(
-            f"{self.url}: not enough scored samples within {deadline_s:g} s; are agents reporting scores?"
-        )
+        raise self._too_few(deadline_s)
+
+    def wait_for_step(self, job: str, step: int, *, deadline_s: float, **wish: Any) -> Batch:
+        """Lease a step's samples once there are `limit` (of groups, where `group_size` is given).
+
+        Asked again, also by another process and after a crash, a step gets what it had, as long as that is its own.
+        Raises GatewayError at the deadline.
+        """
+        until, wait = time.monotonic() + deadline_s, WAIT_S
+        while True:
+            try:
+                batch = self.next(None, job=job, step=step, at_least=wish["limit"], **wish)
+                if batch.samples:
+                    return batch
+            except GatewayError as error:
+                if not error.away or time.monotonic() > until:
+                    raise
+                continue  # _call has waited
+            if time.monotonic() + wait > until:
+                raise self._too_few(deadline_s)
+            time.sleep(wait)
+            wait = min(2 * wait, MAX_WAIT_S)
 
     def ack(self, lease: str) -> int:
         """Mark the lease's samples as trained on and return how many there are. Raises GatewayError, status 409 where
@@ -171,9 +206,25 @@ class BatchClient:
     def release(self, lease: str) -> int:
         return int(self._call("POST", f"/reef/batches/{urllib.parse.quote(lease)}/release")["released"])
 
+    def saved(self, job: str, step: int, lease_s: float | None = None) -> dict[str, Any]:
+        """Acknowledge a job's leases up to `step`, which its checkpoint holds, and keep the later ones for `lease_s`.
+
+        Returns what store/jobs.py describes. Raises GatewayError.
+        """
+        body = {"step": step, "lease_s": lease_s}
+        return self._call(
+            "POST", f"/reef/jobs/{urllib.parse.quote(job)}/saved", {k: v for k, v in body.items() if v is not None}
+        )
+
     def publish(self, checkpoint: str, version: str, *, timeout_s: float = 900.0) -> dict[str, Any]:
         """Publish a checkpoint through the gateway. Not repeated. Raises GatewayError."""
         return self._once("POST", "/reef/publications", {"checkpoint": checkpoint, "version": version}, timeout_s)
+
+    def _too_few(self, deadline_s: float) -> GatewayError:
+        return GatewayError(
+            f"{self.url}: not enough scored samples within {deadline_s:g} s; are agents reporting scores? "
+            "Groups that wait for sessions: GET /reef/groups"
+        )
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         wait = WAIT_S

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from reef_service.connections import Connections
+from reef_service.store.turn_classes import class_of
 from slime_backend.fleet import Fleet
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.publication import PublicationReport
@@ -39,6 +40,7 @@ class Metrics:
         r = self.registry
         self.turns = Counter("reef_turns", "Turns stored", ["api", "state", "class"], registry=r)
         self.tokens = Counter("reef_tokens", "Tokens of stored turns", ["kind"], registry=r)
+        self.replayed = Counter("reef_replayed", "Requests that got the answer they had before", registry=r)
         self.seconds = Histogram("reef_turn_seconds", "From submitted to stored", registry=r, buckets=_SECONDS)
         self.publications = Counter("reef_publications", "Publications", ["state"], registry=r)
         self.paused = Histogram(
@@ -54,7 +56,7 @@ class Metrics:
         self.registry.register(_Sockets(connections))
 
     def turn(self, record: RolloutRecord, state: str, api: str) -> None:
-        rollout_class = record.rollout_class if state == "complete" else "unproven"
+        rollout_class = class_of(record) if state == "complete" else "unproven"
         self.turns.labels(api, state, rollout_class).inc()
         self.tokens.labels("prompt").inc(len(record.prompt_ids))
         self.tokens.labels("output").inc(len(record.output_ids))

@@ -28,6 +28,7 @@ _OPEN_UNDER = ("/static/", "/docs-assets/")
 _AGENT = ("/generate", "/reef/report")
 _AGENT_UNDER = ("/v1/", "/reef/turns/")
 MOST_ELSEWHERE = 2**20  # bytes of a body that is no prompt
+MOST_DISCARDED = 2**25  # bytes of a body that is too large, and whose sender is to read why
 MIN_TOKEN = 16  # characters
 
 
@@ -100,6 +101,9 @@ class Guard:
         has_body = headers.get(b"content-length", "0") != "0" or b"transfer-encoding" in headers
         error = self._refusal(scope["method"], scope["path"], headers)
         if error is not None:
+            length = headers.get(b"content-length", "")
+            if error.status == 413 and length.isdigit() and int(length[:20]) <= MOST_DISCARDED:
+                await _discard(receive)
             await _answer(error, scope["path"], _closing(send) if has_body else send)
         elif needed(scope["path"]) == "open":  # anybody may ask, so nothing that they send is read
             await self.app(scope, _Nothing(receive), _closing(send) if has_body else send)
@@ -166,6 +170,12 @@ class _Nothing:
         while (message := await self._receive())["type"] == "http.request":  # thrown away: one piece at a time
             pass
         return message
+
+
+async def _discard(receive: Receive) -> None:
+    """Read a body, piece by piece, and keep nothing: a client that still sends doesn't see the answer to it."""
+    while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+        pass
 
 
 def _closing(send: Send) -> Send:

@@ -1,24 +1,27 @@
-"""POST /reef/batches, POST /reef/batches/{lease}/ack and .../release: samples for trainers."""
+"""POST /reef/batches, POST /reef/batches/{lease}/ack and .../release, /reef/jobs/{job}/...: samples for trainers."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
+from fastapi import Path as PathParameter
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection, select
 
 from reef_service.api.feedback import NO_NUL
-from reef_service.errors import ApiError
+from reef_service.errors import ApiError, bad_request
 from reef_service.gateway import Gateway
 from reef_service.store import LeaseGone, UnknownLease
 from reef_service.store.leases import Wish
 from reef_service.store.samples import StoredSample
 from reef_service.store.schema import publications
-from slime_backend.provenance.classes import CLASSES, RolloutClass
+from reef_service.store.turn_classes import TURN_CLASSES, TurnClass
 from slime_backend.provenance.records import RolloutRecord
 
-router = APIRouter(prefix="/reef/batches", tags=["training"])
+router = APIRouter(prefix="/reef", tags=["training"])
+JOB = r"^[A-Za-z0-9._:-]*$"
+JobName = Annotated[str, PathParameter(pattern=JOB, min_length=1, max_length=150)]
 
 
 class BatchQuery(BaseModel):
@@ -32,18 +35,36 @@ class BatchQuery(BaseModel):
     holder: str = Field("", max_length=200, pattern=NO_NUL)
     min_score: float | None = Field(None, allow_inf_nan=False)
     max_score: float | None = Field(None, allow_inf_nan=False)
-    rollout_class: list[RolloutClass] = Field(default_factory=list, description="default: all")
+    rollout_class: list[TurnClass] = Field(default_factory=list, description="default: all")
     max_version_lag: int | None = Field(None, ge=0, le=100_000)
-    group_size: int = Field(0, ge=0, le=1024, description="complete groups of this many, by x-reef-group")
+    group_size: int = Field(0, ge=0, le=1024, description="complete groups of this many sessions, by x-reef-group")
+    at_least: int = Field(0, ge=0, le=4096, description="samples, or groups; nothing is given where there are fewer")
+    job: str = Field("", pattern=JOB, max_length=150, description="the only one that may use the lease")
+    step: int | None = Field(None, ge=0, le=2**31 - 1, description="of the job; names the lease in place of `lease`")
 
 
-@router.get("", include_in_schema=False)
+class OfJob(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    job: str | None = Field(None, pattern=JOB, max_length=150, description="checked against the lease's")
+
+
+class Saved(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    step: int = Field(ge=-1, le=2**31 - 1, description="the last one that the checkpoint holds; -1: none")
+    lease_s: float | None = Field(
+        None, gt=0, le=7 * 86400, description="hold those of later steps for this long, from now on"
+    )
+
+
+@router.get("/batches", include_in_schema=False)
 async def not_by_get() -> None:
     """A page of another origin can make a browser GET anything, and samples under a lease are nobody else's."""
     raise ApiError(405, "samples are taken by POST /reef/batches, with the same fields as JSON", allow="POST")
 
 
-@router.post("", summary="A batch under a lease; acknowledge it once it is trained on and saved")
+@router.post("/batches", summary="A batch under a lease; acknowledge it once it is trained on and saved")
 async def batch(
     wanted: BatchQuery, request: Request, in_address: Annotated[BatchQuery, Query(include_in_schema=False)]
 ) -> dict[str, Any]:
@@ -54,6 +75,10 @@ async def batch(
     oldest = 0
     if query.max_version_lag is not None:
         oldest = numbers[query.max_version_lag] if query.max_version_lag < len(numbers) else 0
+    if query.step is not None and not query.job:
+        raise bad_request("step is a job's; give job as well", "step")
+    if query.step is not None and query.lease is not None:
+        raise bad_request("give either lease or job and step: a step names its lease by itself", "lease")
     wish = Wish(
         limit=query.limit,
         lease_s=query.lease_s or gateway.config.lease_s,
@@ -61,9 +86,12 @@ async def batch(
         id=query.lease,
         min_score=query.min_score,
         max_score=query.max_score,
-        classes=tuple(query.rollout_class) or CLASSES,
+        classes=tuple(query.rollout_class) or TURN_CLASSES,
         oldest=oldest,
         group_size=query.group_size,
+        at_least=query.at_least,
+        job=query.job,
+        step=query.step,
     )
     try:
         lease = await gateway.store.lease(wish)
@@ -80,11 +108,11 @@ async def batch(
     }
 
 
-@router.post("/{lease}/ack", summary="These samples were trained on; safe to send again")
-async def ack(lease: str, request: Request) -> dict[str, Any]:
+@router.post("/batches/{lease}/ack", summary="These samples were trained on; safe to send again")
+async def ack(lease: str, request: Request, body: OfJob | None = None) -> dict[str, Any]:
     gateway: Gateway = request.app.state.gateway
     try:
-        count = await gateway.store.ack(lease)
+        count = await gateway.store.ack(lease, body.job if body else None)
     except UnknownLease as error:
         raise ApiError(404, str(error)) from error
     except LeaseGone as error:
@@ -93,12 +121,29 @@ async def ack(lease: str, request: Request) -> dict[str, Any]:
     return {"lease": lease, "trained": count}
 
 
-@router.post("/{lease}/release", summary="Give the samples back before the lease ends")
-async def release(lease: str, request: Request) -> dict[str, Any]:
+@router.post("/batches/{lease}/release", summary="Give the samples back before the lease ends")
+async def release(lease: str, request: Request, body: OfJob | None = None) -> dict[str, Any]:
+    store = request.app.state.gateway.store
     try:
-        return {"lease": lease, "released": await request.app.state.gateway.store.release(lease)}
+        return {"lease": lease, "released": await store.release(lease, body.job if body else None)}
     except UnknownLease as error:
         raise ApiError(404, str(error)) from error
+    except LeaseGone as error:
+        raise ApiError(409, str(error), code="lease_gone") from error
+
+
+@router.post("/jobs/{job}/saved", summary="The job's checkpoint holds its training up to a step; safe to send again")
+async def saved(job: JobName, body: Saved, request: Request) -> dict[str, Any]:
+    """Acknowledges the job's leases up to the step."""
+    gateway: Gateway = request.app.state.gateway
+    found: dict[str, Any] = await gateway.store.saved(job, body.step, body.lease_s)
+    gateway.plane.metrics.acked.inc(found["trained"])
+    return found
+
+
+@router.get("/jobs/{job}/leases", summary="The job's leases that are neither acknowledged nor given back")
+async def job_leases(job: JobName, request: Request) -> dict[str, Any]:
+    return {"job": job, "leases": await request.app.state.gateway.store.job_leases(job)}
 
 
 def to_json(sample: StoredSample, lag: int | None) -> dict[str, Any]:

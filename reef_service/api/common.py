@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import orjson
@@ -16,16 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from reef_service.api.headers import AGAIN, RECEIPT, SESSION, attempt_of, trains
+from reef_service.api.headers import session_and_group as session_and_group
 from reef_service.data_plane.answers import Delta, Done, TokenRequest
 from reef_service.data_plane.engine_values import TABLE
 from reef_service.data_plane.exchange import Exchange
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.prompts import Asked
+from reef_service.data_plane.repeats import Replay
 from reef_service.data_plane.workers import LARGE
 from reef_service.errors import ApiError, bad_request
 
-SESSION, GROUP, RECEIPT = "x-reef-session", "x-reef-group", "x-reef-receipt"
-_NAME = re.compile(r"[A-Za-z0-9._:@/+-]{1,200}")
 T = TypeVar("T")
 CLIENT_GONE = 499  # nobody reads it; it is for the access log
 
@@ -89,17 +90,6 @@ def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
     return tuple(text for text in found if text)
 
 
-def session_and_group(request: Request) -> tuple[str, str]:
-    """(session, group) that the headers name, "" where they don't. Raises ApiError 400."""
-    found = []
-    for header in (SESSION, GROUP):
-        value = request.headers.get(header, "")
-        if value and not _NAME.fullmatch(value):
-            raise bad_request(f"{header} must be 1 to 200 letters, digits or any of ._:@/+-")
-        found.append(value)
-    return found[0], found[1]
-
-
 def plane_of(request: Request) -> DataPlane:
     plane: DataPlane = request.app.state.gateway.plane
     return plane
@@ -120,8 +110,9 @@ def dumps(value: Any) -> bytes:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
-def json_answer(body: Mapping[str, Any], done: Done) -> Response:
-    return Response(dumps(body), media_type="application/json", headers=_headers(done.record.receipt, done))
+def json_answer(body: Mapping[str, Any], done: Done, *, again: bool = False) -> Response:
+    headers = _headers(done.record.receipt, done, again=again)
+    return Response(dumps(body), media_type="application/json", headers=headers)
 
 
 def event(data: Any, name: str | None = None) -> bytes:
@@ -156,16 +147,32 @@ def size_of(request: Request) -> int:
 
 async def respond(request: Request, asked: TokenRequest, render: Callable[[Done], Mapping[str, Any]]) -> Response:
     """The answer in one piece. A client that goes away meanwhile ends the request at the engine."""
-    exchange = Exchange(plane_of(request), asked, new_receipt())
+    exchange = await _begin(request, asked)
     watch = asyncio.ensure_future(_gone(request.receive))
-    watch.add_done_callback(lambda task: None if task.cancelled() else exchange.abandon())
+    watch.add_done_callback(lambda task: None if task.cancelled() else exchange.leave())
     try:
         done = await exchange.done()
     finally:
         watch.cancel()
     if exchange.abandoned:
         return Response(status_code=CLIENT_GONE)
-    return json_answer(render(done), done)
+    return json_answer(render(done), done, again=isinstance(exchange, Replay))
+
+
+async def _begin(request: Request, asked: TokenRequest) -> Exchange | Replay:
+    """The request on its way, or the answer that it had when it came before. Raises ApiError."""
+    plane, attempt = plane_of(request), await attempt_of(request, asked.session)
+    asked = replace(asked, attempt=attempt, train=trains(request))
+
+    def make() -> Exchange:
+        return Exchange(plane, asked, new_receipt())
+
+    if not attempt.may_be_known:
+        return plane.repeats.begin(attempt, make)
+    found = await unless_gone(request, plane.repeats.find_or_begin(attempt, make))
+    if isinstance(found, Replay):
+        plane.metrics.replayed.inc()
+    return found
 
 
 async def respond_stream(
@@ -175,15 +182,15 @@ async def respond_stream(
     error_event: Callable[[ApiError], bytes],
 ) -> Response:
     """The answer as it comes. What fails before the first token is an error with its own status."""
-    exchange = Exchange(plane_of(request), asked, new_receipt())
+    exchange = await _begin(request, asked)
     watch = asyncio.ensure_future(_gone(request.receive))
-    watch.add_done_callback(lambda task: None if task.cancelled() else exchange.abandon())
+    watch.add_done_callback(lambda task: None if task.cancelled() else exchange.leave())
     events = exchange.events()
     try:
         first = await anext(events)
     except BaseException:
         watch.cancel()
-        exchange.abandon()
+        exchange.leave()
         raise
 
     async def all_events() -> AsyncIterator[Delta | Done]:
@@ -200,12 +207,14 @@ class _EventStream(Response):
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: Exchange | Replay,
         watch: asyncio.Future[None],
         pieces: AsyncIterator[bytes],
         error_event: Callable[[ApiError], bytes],
     ) -> None:
-        super().__init__(media_type="text/event-stream", headers=_headers(exchange.receipt))
+        super().__init__(
+            media_type="text/event-stream", headers=_headers(exchange.receipt, again=isinstance(exchange, Replay))
+        )
         self.headers["cache-control"] = "no-cache"
         del self.headers["content-length"]
         self._exchange, self._watch, self._pieces, self._error_event = exchange, watch, pieces, error_event
@@ -225,7 +234,7 @@ class _EventStream(Response):
             await body(b"", more=False)
         finally:
             self._watch.cancel()
-            self._exchange.abandon()
+            self._exchange.leave()
 
 
 async def _gone(receive: Receive) -> None:
@@ -234,8 +243,8 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _headers(receipt: str, done: Done | None = None) -> dict[str, str]:
-    headers = {RECEIPT: receipt}
+def _headers(receipt: str, done: Done | None = None, *, again: bool = False) -> dict[str, str]:
+    headers = {RECEIPT: receipt} | ({AGAIN: "true"} if again else {})
     if done is not None:
         headers[SESSION] = done.record.session
     return headers

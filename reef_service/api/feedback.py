@@ -26,10 +26,11 @@ class ReportBody(BaseModel):
     )
     score: float | None = Field(None, allow_inf_nan=False)
     text: str = Field("", max_length=100_000)
-    receipts: list[Annotated[str, Field(pattern=NO_NUL)]] = Field(default_factory=list, max_length=10_000)
+    receipts: list[_Name] = Field(default_factory=list, max_length=10_000)
     session: str = Field(
         "", max_length=200, pattern=NO_NUL, description="instead of receipts: everything in the session so far"
     )
+    train: bool = Field(True, description="false: the branches that it is about are not to be trained on")
 
 
 @router.post("/report", summary="Score turns, or a session; safe to send again")
@@ -37,7 +38,7 @@ async def report(body: ReportBody, request: Request) -> dict[str, Any]:
     if bool(body.receipts) == bool(body.session):
         raise bad_request("give either receipts or a session")
     gateway = request.app.state.gateway
-    stored = Report(body.id, body.score, body.text, tuple(dict.fromkeys(body.receipts)), body.session)
+    stored = Report(body.id, body.score, body.text, tuple(dict.fromkeys(body.receipts)), body.session, body.train)
     try:
         outcome: dict[str, Any] = await gateway.store.add_report(stored)
     except UnknownReceipts as error:

@@ -12,9 +12,10 @@ import logging
 from collections.abc import AsyncIterator
 
 from reef_service.data_plane.answers import Answer, Delta, Done, TokenRequest
-from reef_service.data_plane.generation import Generation
+from reef_service.data_plane.generation import Generation, NoLogprobs
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.recording import record_of, record_without_answer, state_of
+from reef_service.data_plane.stored_answers import to_text
 from reef_service.errors import ApiError
 from reef_service.store import StoreError
 from reef_service.store.turns import CONTINUABLE, Turn, TurnState
@@ -38,6 +39,10 @@ class Exchange:
         self.answer = Answer()
         self.stop_text: str | None = None
         self.abandoned = False
+        self.answered = False  # it is stored, and the client may have it
+        self._joined = 0  # requests that came again and wait for the same answer
+        self._left = False  # by its own client
+        self._outcome: Done | ApiError | None = None
         self._over = False  # its end is sent: nothing can be abandoned any more
         self._text = TextStream(plane.tokenizer)
         self._unsent = ""  # text that may be the beginning of a stop text
@@ -59,10 +64,32 @@ class Exchange:
                 if isinstance(event, Done):
                     return
         finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """The client has gone; it is ended unless the same request came again and waits."""
+        self._left = True
+        if not self._joined:
             self.abandon()
 
+    async def join(self) -> Done | None:
+        """The end, for a request that came again; None where this one was ended before it had an answer.
+
+        Raises ApiError where it failed.
+        """
+        self._joined += 1
+        try:
+            await asyncio.wait((self.task,))
+        finally:
+            self._joined -= 1
+            if self._left:
+                self.leave()
+        if isinstance(self._outcome, ApiError) and not self.abandoned:
+            raise self._outcome
+        return self._outcome if isinstance(self._outcome, Done) and self.answered else None
+
     def abandon(self) -> None:
-        """The client has gone: nothing happens to a request that has ended."""
+        """End it: nothing happens to a request that has ended."""
         if self._over or self.abandoned:
             return
         self.abandoned = True
@@ -94,6 +121,8 @@ class Exchange:
     def _end(self, event: Done | ApiError) -> None:
         self._over = True
         self._events.put_nowait(event)
+        self._outcome = event
+        self.answered = isinstance(event, Done) and event.state in CONTINUABLE
 
     async def _generate(self) -> Done:
         request = self.request
@@ -105,6 +134,10 @@ class Exchange:
                     self._show(generation, start, end)
         except EngineRefused as error:
             raise ApiError(400, f"the engine refuses this request: {error.seen}") from error
+        except NoLogprobs as error:
+            log.error("request %s: %s", self.receipt, error)
+            await self._store_failure(generation, "no log-probs")
+            raise ApiError(502, f"the answer can't be used: {error}", code="no_logprobs", should_retry=False) from error
         except EngineUncalled as error:
             await self._store_failure(generation)
             raise ApiError(
@@ -188,19 +221,33 @@ class Exchange:
             record = record_without_answer(generation, temperature=temperature, reason=finish, **about)
         return await self._keep(record, state, generation)
 
-    async def _store_failure(self, generation: Generation) -> None:
+    async def _store_failure(self, generation: Generation, reason: str = "lost") -> None:
         about = {"session": self.session, "label": self.request.label}
-        record = record_without_answer(generation, temperature=1.0, reason="lost", **about)
+        temperature = float(self.request.sampling.get("temperature", 1.0))
+        record = record_without_answer(generation, temperature=temperature, reason=reason, **about)
         await self._keep(record, "disconnected" if self.abandoned else "failed", generation)
 
     async def _keep(self, record: RolloutRecord, state: TurnState, generation: Generation) -> Done:
         request = self.request
         tokens = [*record.prompt_ids, *record.output_ids]
         history = request.history(self.answer, tokens)
+        finish = "tool_calls" if self.answer.calls and record.finish_reason == "stop" else record.finish_reason
+        attempt = request.attempt
+        kept = to_text(self.answer, finish, self.stop_text, generation.meta) if attempt.names else ""
+        turn = Turn(
+            record,
+            request.parent,
+            request.api,
+            state,
+            request.label,
+            history,
+            train=request.train,
+            request=attempt.request,
+            answer=kept,
+            key=attempt.key,
+        )
         try:
-            placed = await self.plane.store.add_turn(
-                Turn(record, request.parent, request.api, state, request.label, history)
-            )
+            placed = await self.plane.store.add_turn(turn)
         except StoreError as error:
             log.error("turn %s is not stored: %s", record.receipt, error)
             raise ApiError(
@@ -209,6 +256,5 @@ class Exchange:
         if state in CONTINUABLE and request.session:
             self.plane.sessions.add(request.session, record.receipt, history, tokens)
         self.plane.metrics.turn(record, state, request.api)
-        finish = "tool_calls" if self.answer.calls and record.finish_reason == "stop" else record.finish_reason
         cached = int(generation.meta.get("cached_tokens") or 0)
         return Done(record, state, self.answer, finish, self.stop_text, cached, generation.meta, placed.trajectory)

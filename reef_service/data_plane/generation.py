@@ -30,6 +30,10 @@ PACE_S, MOST_PACE_S = 0.001, 0.1  # between two looks at a stream, for each requ
 Answers = AsyncIterator[list[dict[str, Any]]]  # each time those that have come since
 
 
+class NoLogprobs(EngineProtocolError):
+    """A log-prob is no number: of NaN in the weights, which other engines have too, so it is sent to none."""
+
+
 @dataclass(slots=True)
 class Generation:
     """A generation holds what is sampled so far. `run` yields (from, to) over `output_ids` whenever there is more.
@@ -62,8 +66,8 @@ class Generation:
         return self.meta.get("finish_reason") or {}
 
     async def run(self) -> AsyncIterator[tuple[int, int]]:
-        """Raises EngineRefused for a request that is itself wrong, RequestLost or FleetError with no engine left,
-        RequestQuarantined where an engine ended during it, EngineUncalled where this process can't call any."""
+        """Raises EngineRefused for a request that is itself wrong, NoLogprobs, RequestLost or FleetError with no engine
+        left, RequestQuarantined where an engine ended during it, EngineUncalled where this process can't call any."""
         retries = Retries(self.fleet, lambda: key_of(self.prompt_ids, self.sampling))
         while True:
             await retries.ready()
@@ -92,7 +96,7 @@ class Generation:
                     self._member = self._close = None
                     if self._stopping is not None:
                         self._stopping.cancel()
-            if isinstance(why, EngineRefused) and why.own_fault:
+            if isinstance(why, NoLogprobs) or (isinstance(why, EngineRefused) and why.own_fault):
                 raise why
             if not self.stopped and self._left() < 1:  # the lost engine had sampled the last token, and not reported it
                 self.meta = {**self.meta, "finish_reason": {"type": "length"}}
@@ -184,7 +188,7 @@ class Generation:
                     f"{len(ids)} tokens and {len(logprobs)} log-probs where {new} are new",
                 )
             if why := why_no_logprobs(logprobs, meta, len(self.output_ids) - base):
-                raise EngineProtocolError(self.engine, "POST /generate", f"rollout {self.receipt}: {why}")
+                raise NoLogprobs(self.engine, "POST /generate", f"rollout {self.receipt}: {why}")
             self.output_ids += ids
             self.logprobs += [float(logprob) for logprob in logprobs if logprob is not None]  # none is: checked above
         self.meta = {k: v for k, v in meta.items() if k != "output_token_logprobs"}

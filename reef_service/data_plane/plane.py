@@ -10,6 +10,7 @@ from reef_service.data_plane.admission import Gate
 from reef_service.data_plane.answers import TokenRequest
 from reef_service.data_plane.generation import STOP_S, Generation
 from reef_service.data_plane.limits import Limits
+from reef_service.data_plane.repeats import Repeats
 from reef_service.data_plane.router import Router
 from reef_service.data_plane.sessions import Sessions
 from reef_service.data_plane.workers import Workers
@@ -39,11 +40,13 @@ class DataPlane:
     metrics: Metrics
     model: str  # the name that clients see
     router: Router = field(init=False)
+    repeats: Repeats = field(init=False)
     workers: Workers = field(default_factory=Workers)
     exchanges: set[UnderWay] = field(default_factory=set)  # under way
 
     def __post_init__(self) -> None:
         self.router = Router(self.fleet)
+        self.repeats = Repeats(self.store)
 
     def generation(self, request: TokenRequest, receipt: str) -> Generation:
         sampling = dict(request.sampling)

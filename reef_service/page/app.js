@@ -2,7 +2,7 @@
 // `/?still` takes one look and stops.
 
 const PHASES = ["pause", "flush", "verify", "load", "label", "resume"];
-const CLASSES = ["pure", "recomputed", "mixed", "carried", "unproven"];
+const CLASSES = ["pure", "recomputed", "mixed", "carried", "not_auditable", "unproven"];
 const el = (id) => document.getElementById(id);
 const still = new URLSearchParams(location.search).has("still");
 

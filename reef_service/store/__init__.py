@@ -7,6 +7,15 @@ with open_store("sqlite:///runs/gateway/gateway.sqlite") as store:
 """
 
 from reef_service.store.errors import LeaseGone, ReportConflict, StoreError, UnknownLease, UnknownReceipts
-from reef_service.store.store import Store, open_store
+from reef_service.store.store import Store, open_records, open_store
 
-__all__ = ["LeaseGone", "ReportConflict", "Store", "StoreError", "UnknownLease", "UnknownReceipts", "open_store"]
+__all__ = [
+    "LeaseGone",
+    "ReportConflict",
+    "Store",
+    "StoreError",
+    "UnknownLease",
+    "UnknownReceipts",
+    "open_records",
+    "open_store",
+]

@@ -5,6 +5,8 @@
 A trainer acknowledges after its own checkpoint is on the disk. If it dies before, the samples are given again; if it
 dies between checkpoint and acknowledgement, it acknowledges again when it is back: that is allowed any number of times,
 and refused only when the lease ran out and another lease has a sample of it.
+
+A job (jobs.py) names its leases by its steps, and nobody else may use them.
 """
 
 from __future__ import annotations
@@ -12,33 +14,17 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
 from reef_service.store.errors import LeaseGone, UnknownLease
+from reef_service.store.groups import complete_groups
 from reef_service.store.schema import leases, trajectories
-from slime_backend.provenance.classes import CLASSES
+from reef_service.store.wishes import Key, Wish, available
 
-Key = tuple[str, int]  # session, number of the trajectory
-LOOK_AT = 4096  # trajectories that one request for complete groups looks at, oldest first
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """Which samples a trainer wants."""
-
-    limit: int = 64  # samples, or groups where group_size is given
-    lease_s: float = 600.0
-    holder: str = ""
-    id: str | None = None  # of the lease, by the trainer: asking again with it gives the same samples
-    min_score: float | None = None
-    max_score: float | None = None
-    classes: tuple[str, ...] = CLASSES
-    oldest: int = 0  # publication; nothing that was sampled before it
-    group_size: int = 0  # > 0: complete groups of this many, by the label that clients gave
+__all__ = ["Key", "Lease", "Wish", "ack", "check_job", "give", "is_held", "keep_own", "release", "renew", "samples_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +37,54 @@ class Lease:
 def give(connection: Connection, wish: Wish) -> Lease:
     """A lease on what there is, oldest score first; without samples, and not stored, where there is nothing.
 
-    Asked for again by its name, a lease that is still held is renewed. Raises LeaseGone for one that is over.
+    Asked for again by its name, a lease that is still held is renewed. Raises LeaseGone for one that is over or another
+    job's. A step that is asked for again gets its lease as long as that holds, and then one of another name.
     """
     now = time.time()
+    if wish.step is not None:
+        earlier = _of_step(connection, wish)
+        held = [lease for lease in earlier if is_held(connection, lease)]
+        if held:
+            return _renew(connection, held[-1], now + wish.lease_s)
+        for lease in earlier:  # the job trains on the new one: nothing of this is acknowledged with its step
+            release(connection, lease.id)
+        wish = replace(wish, id=f"{wish.job}:{wish.step}" + (f".{len(earlier)}" if earlier else ""))
     if wish.id is not None:
         known = connection.execute(select(leases).where(leases.c.id == wish.id)).first()
         if known is not None:
+            check_job(known, wish.job)
             return _renew(connection, known, now + wish.lease_s)
     identity = wish.id or uuid.uuid4().hex
     chosen = _choose(connection, wish, now)
     ends_at = now + wish.lease_s
+    if len(chosen) < wish.at_least * (wish.group_size or 1):
+        chosen = []
     if chosen:
         for session, number in chosen:
             connection.execute(_only(session, number).values(lease=identity, lease_ends=ends_at))
         connection.execute(
             insert(leases).values(
-                id=identity, holder=wish.holder, given_at=now, ends_at=ends_at, samples=json.dumps(chosen)
+                id=identity,
+                holder=wish.holder,
+                given_at=now,
+                ends_at=ends_at,
+                samples=json.dumps(chosen),
+                job=wish.job,
+                step=wish.step,
             )
         )
     return Lease(identity, ends_at, tuple(chosen))
 
 
-def ack(connection: Connection, lease_id: str) -> int:
-    """Mark the lease's samples as trained on; how many. Raises UnknownLease, LeaseGone."""
+def ack(connection: Connection, lease_id: str, job: str | None = None) -> int:
+    """Mark the lease's samples as trained on; how many. `job`: who says so, None for whoever knows the lease's name.
+
+    Raises UnknownLease, LeaseGone.
+    """
     lease = _find(connection, lease_id)
-    samples = _samples(lease.samples)
+    if job is not None:
+        check_job(lease, job)
+    samples = samples_of(lease)
     if lease.acked_at is not None:
         return len(samples)
     now = time.time()
@@ -91,13 +100,25 @@ def ack(connection: Connection, lease_id: str) -> int:
     return len(samples)
 
 
-def release(connection: Connection, lease_id: str) -> int:
+def keep_own(connection: Connection, lease: Any, now: float) -> int:
+    """Mark what is left to a lease that ran out as trained on, and give up the rest; how many are left."""
+    kept = 0
+    for session, number in samples_of(lease):
+        own = _only(session, number).where(trajectories.c.lease == lease.id, trajectories.c.trained_at.is_(None))
+        kept += connection.execute(own.values(trained_at=now, lease_ends=None)).rowcount
+    connection.execute(update(leases).where(leases.c.id == lease.id).values(released_at=now))
+    return kept
+
+
+def release(connection: Connection, lease_id: str, job: str | None = None) -> int:
     """Give the samples back before the lease ends; how many. Nothing happens to one that was acknowledged."""
     lease = _find(connection, lease_id)
+    if job is not None:
+        check_job(lease, job)
     if lease.acked_at is not None or lease.released_at is not None:
         return 0
     freed = 0
-    for session, number in _samples(lease.samples):
+    for session, number in samples_of(lease):
         found = connection.execute(
             _only(session, number).where(trajectories.c.lease == lease_id).values(lease=None, lease_ends=None)
         )
@@ -106,48 +127,47 @@ def release(connection: Connection, lease_id: str) -> int:
     return freed
 
 
+def check_job(lease: Any, job: str) -> None:
+    """Raise LeaseGone for a lease of another job."""
+    if lease.job != job:
+        owner = f"belongs to job {lease.job!r}" if lease.job else "belongs to no job"
+        raise LeaseGone(f"lease {lease.id} {owner}; ask under another name")
+
+
+def renew(connection: Connection, lease: Any, ends_at: float) -> None:
+    """Let a lease that is held end later."""
+    for session, number in samples_of(lease):
+        connection.execute(_only(session, number).values(lease_ends=ends_at))
+    connection.execute(update(leases).where(leases.c.id == lease.id).values(ends_at=ends_at))
+
+
 def _choose(connection: Connection, wish: Wish, now: float) -> list[Key]:
     t = trajectories.c
-    query = (
-        select(t.session, t.number, t.label)
-        .where(
-            t.trained_at.is_(None),
-            t.scored_at.is_not(None),
-            t.lease.is_(None) | (t.lease_ends < now),
-            t.sound == 1,
-            trajectories.c["class"].in_(wish.classes),
-            t.oldest >= wish.oldest,
-        )
-        .order_by(t.scored_at, t.session, t.number)
-    )
-    if wish.min_score is not None:
-        query = query.where(t.score >= wish.min_score)
-    if wish.max_score is not None:
-        query = query.where(t.score <= wish.max_score)
-    if not wish.group_size:
-        return [(row.session, row.number) for row in connection.execute(query.limit(wish.limit))]
-    groups: defaultdict[str, list[Key]] = defaultdict(list)
-    complete: list[Key] = []
-    for row in connection.execute(query.where(t.label != "").limit(LOOK_AT)):
-        group = groups[row.label]
-        group.append((row.session, row.number))
-        if len(group) == wish.group_size:
-            complete += group
-            groups[row.label] = []
-            if len(complete) == wish.limit * wish.group_size:
-                break
-    return complete
+    if wish.group_size:
+        return [key for group in complete_groups(connection, wish, now) for key in group]
+    query = select(t.session, t.number).where(*available(wish, now)).order_by(t.scored_at, t.session, t.number)
+    return [(row.session, row.number) for row in connection.execute(query.limit(wish.limit))]
+
+
+def _of_step(connection: Connection, wish: Wish) -> list[Any]:
+    """Every lease that the job had for the step, oldest first."""
+    of_step = select(leases).where(leases.c.job == wish.job, leases.c.step == wish.step)
+    return list(connection.execute(of_step.order_by(leases.c.given_at, leases.c.id)))
+
+
+def is_held(connection: Connection, lease: Any) -> bool:
+    if lease.acked_at is not None or lease.released_at is not None:
+        return False
+    return all(_holds(connection, key, lease.id) for key in samples_of(lease))
 
 
 def _renew(connection: Connection, lease: Any, ends_at: float) -> Lease:
-    samples = _samples(lease.samples)
+    samples = samples_of(lease)
     if lease.acked_at is not None:
         raise LeaseGone(f"lease {lease.id} was acknowledged; ask for the next under another name")
     if lease.released_at is not None or not all(_holds(connection, key, lease.id) for key in samples):
         raise LeaseGone(f"lease {lease.id} ran out or was given back; ask under another name")
-    for session, number in samples:
-        connection.execute(_only(session, number).values(lease_ends=ends_at))
-    connection.execute(update(leases).where(leases.c.id == lease.id).values(ends_at=ends_at))
+    renew(connection, lease, ends_at)
     return Lease(lease.id, ends_at, samples)
 
 
@@ -169,5 +189,5 @@ def _find(connection: Connection, lease_id: str) -> Any:
     return found
 
 
-def _samples(text: str) -> tuple[Key, ...]:
-    return tuple((session, number) for session, number in json.loads(text))
+def samples_of(lease: Any) -> tuple[Key, ...]:
+    return tuple((session, number) for session, number in json.loads(lease.samples))

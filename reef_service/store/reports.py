@@ -10,22 +10,29 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
+from reef_service.store.choice import choose_branch
 from reef_service.store.errors import ReportConflict, UnknownReceipts
 from reef_service.store.schema import reports, trajectories, turns
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report is about turns (`receipts`), or about everything in a session so far."""
+    """A report is about turns (`receipts`), or about everything in a session so far.
+
+    `train` False marks the branches that it is about as not to be trained on.
+    """
 
     id: str
     score: float | None = None
     text: str = ""
     receipts: tuple[str, ...] = ()
     session: str = ""
+    train: bool = True
 
     def to_json(self) -> dict[str, Any]:
+        marked = {} if self.train else {"train": False}  # left out otherwise: older stores have digests without it
         return {
+            **marked,
             "id": self.id,
             "score": self.score,
             "text": self.text,
@@ -35,10 +42,10 @@ class Report:
 
 
 def add_report(connection: Connection, report: Report) -> dict[str, Any]:
-    """Store a report and give its score to the trajectories that it is about.
+    """Store a report and give its score to the trajectories that it is about; choice.py has which of them trains.
 
-    Returns {"trajectories": how many took the score, "late": receipts or sessions whose trajectories are with a trainer
-    or trained on already}. Raises ReportConflict, UnknownReceipts.
+    Returns {"trajectories": how many took the score or the mark, "late": trajectories that are with a trainer or
+    trained on already}. Raises ReportConflict, UnknownReceipts.
     """
     body = json.dumps(report.to_json(), sort_keys=True)
     digest = hashlib.sha256(body.encode()).hexdigest()
@@ -51,7 +58,11 @@ def add_report(connection: Connection, report: Report) -> dict[str, Any]:
     concerned = _concerned(connection, report)
     now = time.time()
     took, late = 0, []
-    for session, number in concerned if report.score is not None else ():
+    values: dict[str, Any] = {}
+    if report.score is not None:
+        values |= {"score": report.score, "scored_at": now, "named": int(bool(report.receipts))}
+    values |= {} if report.train else {"train": 0}
+    for session, number in concerned if values else ():
         result = connection.execute(
             update(trajectories)
             .where(
@@ -60,12 +71,15 @@ def add_report(connection: Connection, report: Report) -> dict[str, Any]:
                 trajectories.c.trained_at.is_(None),
                 trajectories.c.lease.is_(None) | (trajectories.c.lease_ends < now),
             )
-            .values(score=report.score, scored_at=now)
+            .values(values)
         )
         if result.rowcount:
             took += 1
         else:
             late.append({"session": session, "trajectory": number})
+    if values:
+        for session in sorted({session for session, _ in concerned}):
+            choose_branch(connection, session)
     outcome = {"id": report.id, "trajectories": took, "late": late}
     connection.execute(
         insert(reports).values(id=report.id, digest=digest, body=body, outcome=json.dumps(outcome), at=now)

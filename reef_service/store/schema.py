@@ -4,10 +4,13 @@
     trajectories   turns in a row, each beginning with the tokens of the one before; a fork begins another
     leases         trajectories that a trainer has been given and has not yet confirmed
     reports        scores and texts from agents, by an id of theirs
+    answer_keys    keys under which clients may ask for an answer again, of answers that are in `turns`
     publications   weight versions in the order in which the fleet came to them
 
 A trajectory takes further turns until it has a score, so what was scored is what is trained on, and each turn is
-trained on in one trajectory: its own.
+trained on in one trajectory: its own. Of a session's trajectories one trains (`choice.py`).
+
+What changes here changes LAYOUT, and `migrations.py` brings older stores to it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from sqlalchemy import (
     Text,
 )
 
-LAYOUT = 1  # of the tables; written into `meta`
+LAYOUT = 2  # of the tables; written into `meta`
 tables = MetaData()
 
 meta = Table("meta", tables, Column("name", String, primary_key=True), Column("value", String, nullable=False))
@@ -56,6 +59,9 @@ turns = Table(
     Column("history_kind", String, nullable=False),
     Column("history_length", Integer, nullable=False),
     Column("history_digest", String, nullable=False),
+    Column("depth", Integer, nullable=False, server_default="1"),  # turns from the beginning of the conversation to it
+    Column("request", String, nullable=False, server_default=""),  # digest of the request, to know a retry of it
+    Column("answer", Text, nullable=False, server_default=""),  # JSON: what a retry is answered, "" where it can't be
     Index("turns_of_session", "session", "submitted_at"),  # each further index is a page more in every commit
 )
 
@@ -75,6 +81,12 @@ trajectories = Table(
     Column("lease", String),
     Column("lease_ends", Double),
     Column("trained_at", Double),
+    Column("depth", Integer, nullable=False, server_default="1"),  # of its last turn
+    Column("prompt_tokens", Integer, nullable=False, server_default="0"),  # of its last turn
+    Column("train", Integer, nullable=False, server_default="1"),  # 0: a client marked it as not to be trained on
+    Column("named", Integer, nullable=False, server_default="0"),  # 1: a score named one of its turns
+    Column("trains", Integer, nullable=False, server_default="0"),  # 1: it is its session's branch that trains
+    Column("closed_at", Double),  # its group was closed without it: it is given to nobody
     Index("trajectories_by_score", "trained_at", "scored_at"),
 )
 
@@ -88,6 +100,9 @@ leases = Table(
     Column("acked_at", Double),
     Column("released_at", Double),
     Column("samples", Text, nullable=False),  # JSON: [[session, number], ...] in the order of the batch
+    Column("job", String, nullable=False, server_default=""),  # the only one that may use it; "" for none in particular
+    Column("step", Integer),  # of the job
+    Index("leases_of_job", "job", "step"),
 )
 
 reports = Table(
@@ -97,6 +112,16 @@ reports = Table(
     Column("digest", String, nullable=False),  # of the complete report, to know a retry from another one
     Column("body", Text, nullable=False),  # JSON
     Column("outcome", Text, nullable=False),  # JSON: what was answered
+    Column("at", Double, nullable=False),
+)
+
+answer_keys = Table(
+    "answer_keys",
+    tables,
+    Column("session", String, primary_key=True),  # "" for requests without one
+    Column("key", String, primary_key=True),
+    Column("request", String, nullable=False),  # digest of the request that the key was used for
+    Column("receipt", String, nullable=False),
     Column("at", Double, nullable=False),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -13,18 +13,20 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from reef_service.store import leases, samples
-from reef_service.store.database import READERS, Database
+from reef_service.store import groups, jobs, leases, samples
+from reef_service.store.database import CALL_S, READERS, Database, OtherLayout
 from reef_service.store.errors import StoreError
 from reef_service.store.leases import Lease, Wish
+from reef_service.store.repeats import StoredAnswer, read_answer
 from reef_service.store.reports import Report, add_report
 from reef_service.store.samples import StoredSample
 from reef_service.store.schema import meta, publications, turns
 from reef_service.store.turns import History, Placed, Turn, VersionNumbers, add_turn, record_of
-from reef_service.store.writer import Writer
+from reef_service.store.writer import GRACE_S, Writer
 from slime_backend.provenance.records import RolloutRecord
 
 T = TypeVar("T")
+SAMPLE_S = 0.1  # to read one, more than enough
 
 
 class Store:
@@ -32,8 +34,10 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self.writer = Writer(database.writing)
+        assert database.only_writer is not None
+        self.writer = Writer(database.writing, database.only_writer, database.deadlines)
         self._numbers = VersionNumbers()
+        database.only_writer.on_taken = self._numbers.forget_all  # another gateway has published meanwhile
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-reader")
 
     # ---- written ------------------------------------------------------------------------------------------------
@@ -48,13 +52,20 @@ class Store:
     async def lease(self, wish: Wish) -> Lease:
         return await self.writer.write(lambda connection: leases.give(connection, wish))
 
-    async def ack(self, lease_id: str) -> int:
+    async def ack(self, lease_id: str, job: str | None = None) -> int:
         """Raises UnknownLease, LeaseGone."""
-        return await self.writer.write(lambda connection: leases.ack(connection, lease_id))
+        return await self.writer.write(lambda connection: leases.ack(connection, lease_id, job))
 
-    async def release(self, lease_id: str) -> int:
-        """Raises UnknownLease."""
-        return await self.writer.write(lambda connection: leases.release(connection, lease_id))
+    async def release(self, lease_id: str, job: str | None = None) -> int:
+        """Raises UnknownLease, LeaseGone for another job's."""
+        return await self.writer.write(lambda connection: leases.release(connection, lease_id, job))
+
+    async def saved(self, job: str, step: int, lease_s: float | None) -> dict[str, Any]:
+        """A job's checkpoint holds its training up to `step`; see jobs.py."""
+        return await self.writer.write(lambda connection: jobs.saved(connection, job, step, lease_s))
+
+    async def close_groups(self, size: int, labels: Sequence[str] | None, idle_s: float) -> dict[str, int]:
+        return await self.writer.write(lambda connection: groups.close_groups(connection, size, labels, idle_s))
 
     async def add_publication(
         self, version: str, state: str, *, checkpoint: str = "", report: dict[str, Any] | None = None
@@ -81,23 +92,44 @@ class Store:
 
     # ---- read ---------------------------------------------------------------------------------------------------
 
-    async def read(self, query: Callable[[Connection], T]) -> T:
-        """Raises StoreError where the database doesn't answer."""
+    async def read(self, query: Callable[[Connection], T], more_s: float = 0.0) -> T:
+        """Raises StoreError where the database doesn't answer within `CALL_S`, and `more_s` for what is known to take
+        longer."""
+        database, seconds = self._database, CALL_S + more_s
 
         def run() -> T:
             try:
-                with self._database.reading.connect() as connection:
-                    return query(connection)
+                with database.reading.connect() as connection, database.deadlines.limit(connection, seconds):
+                    found = query(connection)
+                    connection.rollback()  # here, and not when it is handed back, where nothing bounds it
+                    return found
             except SQLAlchemyError as error:
                 raise StoreError(f"the store can't be read: {str(error).splitlines()[0]}") from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._readers, run)
+        try:
+            async with asyncio.timeout(seconds + GRACE_S):
+                return await asyncio.get_running_loop().run_in_executor(self._readers, run)
+        except TimeoutError:
+            raise StoreError(f"the store can't be read within {seconds + GRACE_S:g} s") from None
 
     async def samples(self, lease: Lease) -> list[StoredSample]:
-        return await self.read(lambda connection: [samples.read_sample(connection, key) for key in lease.samples])
+        def read(connection: Connection) -> list[StoredSample]:
+            return [samples.read_sample(connection, key) for key in lease.samples]
+
+        return await self.read(read, SAMPLE_S * len(lease.samples))
+
+    async def incomplete_groups(self, size: int, limit: int) -> list[dict[str, Any]]:
+        return await self.read(lambda connection: groups.incomplete_groups(connection, size, limit))
+
+    async def job_leases(self, job: str) -> list[dict[str, Any]]:
+        return await self.read(lambda connection: jobs.open_leases(connection, job))
 
     async def history(self, session: str) -> list[tuple[str, History, int]]:
         return await self.read(lambda connection: samples.read_history(connection, session))
+
+    async def answer(self, session: str, request: str, key: str) -> StoredAnswer | None:
+        """What a request was answered that came before. Raises KeyUsed."""
+        return await self.read(lambda connection: read_answer(connection, session, request, key))
 
     async def tokens(self, receipt: str) -> list[int]:
         return await self.read(lambda connection: samples.read_tokens(connection, receipt))
@@ -117,15 +149,36 @@ class Store:
 
     def records(self) -> Iterator[RolloutRecord]:
         """Every turn with complete provenance, oldest first; blocks, for use without the event loop."""
-        query = select(turns).where(turns.c.state == "complete").order_by(turns.c.finished_at, turns.c.receipt)
-        with self._database.reading.connect().execution_options(yield_per=200) as connection:
-            for row in connection.execute(query).mappings():
-                yield record_of(row)
+        return read_records(self._database)
 
     def close(self) -> None:
         self.writer.close()
         self._readers.shutdown()
         self._database.close()
+
+
+def read_records(database: Database) -> Iterator[RolloutRecord]:
+    query = select(turns).where(turns.c.state == "complete").order_by(turns.c.finished_at, turns.c.receipt)
+    with database.reading.connect().execution_options(yield_per=200) as connection:
+        for row in connection.execute(query).mappings():
+            yield record_of(row)
+
+
+@contextmanager
+def open_records(url: str) -> Iterator[Iterator[RolloutRecord]]:
+    """Every turn with complete provenance of a store, also of one that a gateway writes to; oldest first.
+
+    A store of an older version is brought to this one first, if no gateway has it. Raises StoreError.
+    """
+    try:
+        database = Database(url, writing=False)
+    except OtherLayout:
+        Database(url).close()
+        database = Database(url, writing=False)
+    try:
+        yield read_records(database)
+    finally:
+        database.close()
 
 
 @contextmanager

@@ -9,8 +9,8 @@ from typing import Any, Literal
 from sqlalchemy import Connection, RowMapping, bindparam, func, insert, select, update
 
 from reef_service.store.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
-from reef_service.store.schema import publications, trajectories, turns
-from slime_backend.provenance.classes import CLASSES
+from reef_service.store.schema import answer_keys, publications, trajectories, turns
+from reef_service.store.turn_classes import class_of, stronger
 from slime_backend.provenance.kv_contexts import read_segments
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.wire import Prefill, Span
@@ -43,10 +43,14 @@ class Turn:
     state: TurnState
     label: str
     history: History
+    train: bool = True  # False: the client marked its branch as not to be trained on
+    request: str = ""  # digest of the request, "" where a retry of it isn't to be known
+    answer: str = ""  # JSON of what a retry is answered
+    key: str = ""  # the client's own, for asking again
 
     @property
     def rollout_class(self) -> str:
-        return self.record.rollout_class if self.state == "complete" else ""
+        return class_of(self.record) if self.state == "complete" else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class Placed:
     trajectory: int
     forked: bool  # it begins a trajectory although its session has others
 
+
+_OF_TIP = ("depth", "prompt_tokens", "train")
 
 # Built once: to build a statement costs SQLAlchemy several times what SQLite needs to run it.
 _FIND_OPEN = select(trajectories).where(
@@ -68,9 +74,14 @@ _BEGIN_TRAJECTORY = insert(trajectories)
 _EXTEND_TRAJECTORY = (
     update(trajectories)
     .where(trajectories.c.session == bindparam("of_session"), trajectories.c.number == bindparam("of_number"))
-    .values({name: bindparam(f"new_{name}") for name in ("tip", "turns", "class", "oldest", "sound")})
+    .values({name: bindparam(f"new_{name}") for name in ("tip", "turns", "class", "oldest", "sound", *_OF_TIP)})
 )
 _INSERT_TURN = insert(turns)
+_INSERT_KEY = insert(answer_keys)
+_FIND_KEY = select(answer_keys.c.receipt).where(
+    answer_keys.c.session == bindparam("session"), answer_keys.c.key == bindparam("key")
+)
+_DEPTH = select(turns.c.depth).where(turns.c.receipt == bindparam("receipt"))
 _NUMBER_OF_VERSION = select(func.max(publications.c.number)).where(
     publications.c.version == bindparam("version"), publications.c.state.in_(("found", "resumed"))
 )
@@ -99,6 +110,9 @@ class VersionNumbers:
         """It gets another number."""
         self._known.pop(version, None)
 
+    def forget_all(self) -> None:
+        self._known.clear()
+
 
 def add_turn(connection: Connection, turn: Turn, numbers: VersionNumbers) -> Placed:
     """Store a turn; it goes on with its parent's trajectory while that is open and the parent is its last turn.
@@ -106,13 +120,33 @@ def add_turn(connection: Connection, turn: Turn, numbers: VersionNumbers) -> Pla
     A turn that the client can't go on from is in no trajectory (number -1), and nobody trains on it.
     """
     oldest = min((numbers.of(connection, name) for name in turn.record.versions), default=0)
-    placed = _place(connection, turn, oldest) if turn.state in CONTINUABLE else Placed(-1, forked=False)
-    connection.execute(_INSERT_TURN, _row(turn, placed, oldest))
+    depth = 1
+    if turn.parent is not None:
+        depth += connection.scalar(_DEPTH, {"receipt": turn.parent}) or 0
+    placed = _place(connection, turn, oldest, depth) if turn.state in CONTINUABLE else Placed(-1, forked=False)
+    connection.execute(_INSERT_TURN, {**_row(turn, placed, oldest), "depth": depth})
+    if turn.key and turn.state in CONTINUABLE:
+        row = _key_row(turn)
+        if connection.execute(_FIND_KEY, row).first() is None:
+            connection.execute(_INSERT_KEY, row)
     return placed
 
 
-def _place(connection: Connection, turn: Turn, oldest: int) -> Placed:
+def _key_row(turn: Turn) -> dict[str, Any]:
+    record = turn.record
+    session = "" if record.session == record.receipt else record.session
+    return {
+        "session": session,
+        "key": turn.key,
+        "request": turn.request,
+        "receipt": record.receipt,
+        "at": record.finished_at,
+    }
+
+
+def _place(connection: Connection, turn: Turn, oldest: int, depth: int) -> Placed:
     session = turn.record.session
+    tokens = len(turn.record.prompt_ids)
     parents = None
     if turn.parent is not None:
         parents = connection.execute(_FIND_OPEN, {"session": session, "parent": turn.parent}).mappings().first()
@@ -128,6 +162,9 @@ def _place(connection: Connection, turn: Turn, oldest: int) -> Placed:
                 "new_class": stronger(parents["class"], turn.rollout_class),
                 "new_oldest": min(parents["oldest"], oldest),
                 "new_sound": min(parents["sound"], sound),
+                "new_depth": depth,
+                "new_prompt_tokens": tokens,
+                "new_train": min(parents["train"], int(turn.train)),
             },
         )
         return Placed(parents["number"], forked=False)
@@ -146,6 +183,9 @@ def _place(connection: Connection, turn: Turn, oldest: int) -> Placed:
             "class": turn.rollout_class,
             "oldest": oldest,
             "sound": sound,
+            "depth": depth,
+            "prompt_tokens": tokens,
+            "train": int(turn.train),
         },
     )
     return Placed(number, forked=last is not None)
@@ -176,14 +216,9 @@ def _row(turn: Turn, placed: Placed, oldest: int) -> dict[str, Any]:
         "history_kind": turn.history.kind,
         "history_length": turn.history.length,
         "history_digest": turn.history.digest,
+        "request": turn.request,
+        "answer": turn.answer if turn.state in CONTINUABLE else "",
     }
-
-
-def stronger(one: str, other: str) -> str:
-    """The class of both together. "" (unknown) wins: a trajectory is known only where all of it is."""
-    if not one or not other:
-        return ""
-    return max(one, other, key=CLASSES.index)
 
 
 def record_of(row: RowMapping, *, group: str = "", reward: float = 0.0) -> RolloutRecord:

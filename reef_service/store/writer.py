@@ -2,7 +2,11 @@
 
 A commit with a sync to the disk takes milliseconds; 64 requests that end together would wait for 64 of them. So the
 writer takes everything that has queued up, runs it in one transaction, commits, and only then answers anybody. An
-operation that fails costs the others nothing: the transaction is rolled back and each is run again by itself.
+operation that fails costs the others nothing: the transaction is rolled back and each is run again by itself. Where it
+is the database that fails, nothing is run again one by one: each would wait for it as long as the first.
+
+Nobody waits for longer than `CALL_S`, whatever the database does. What wasn't begun by then is never written; what was
+may be.
 """
 
 from __future__ import annotations
@@ -12,27 +16,30 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Connection, Engine, RootTransaction
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from reef_service.store.database import CALL_S
+from reef_service.store.deadlines import Deadlines
 from reef_service.store.errors import StoreError
+from reef_service.store.only_writer import WATCH_S, OnlyWriter
 
 T = TypeVar("T")
 Operation = Callable[[Connection], Any]  # may be run twice; what it did the first time is rolled back
 MOST = 256  # operations in one transaction
-IDLE_S = 1.0  # without anything to write, until the connection is given back
+GRACE_S = 5.0  # for the database's own last word after its time
 
 _Job = tuple[Operation, "Future[Any]"]
 
 
 class Writer:
-    """Runs operations in the order in which they are given."""
+    """Runs operations in the order in which they are given, as long as this is the store's only writer."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, only_writer: OnlyWriter, deadlines: Deadlines) -> None:
+        self._engine, self._only_writer, self._deadlines = engine, only_writer, deadlines
         self._connection: Connection | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
@@ -46,7 +53,15 @@ class Writer:
 
         A caller that is cancelled meanwhile does not take it back.
         """
-        return await asyncio.shield(asyncio.wrap_future(self.submit(operation)))
+        future = self.submit(operation)
+        try:
+            async with asyncio.timeout(CALL_S + GRACE_S):
+                return await asyncio.shield(asyncio.wrap_future(future))
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                return future.result()
+            future.cancel()  # succeeds where it isn't begun
+            raise StoreError(f"the store has not written within {CALL_S + GRACE_S:g} s") from None
 
     def submit(self, operation: Callable[[Connection], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -70,23 +85,26 @@ class Writer:
         last = False
         while not last:
             jobs, last = self._take()
-            if len(jobs) > 1 and self._together(jobs):
-                continue
-            for job in jobs:
-                self._alone(job)
+            jobs = [job for job in jobs if job[1].set_running_or_notify_cancel()]
+            if not jobs:
+                self._watch()
+            elif len(jobs) == 1 or not self._together(jobs):
+                self._one_by_one(jobs)
         self._let_go()
 
+    def _watch(self) -> None:
+        """Look at the lock while there is nothing to write; what is wrong with it, the next write says."""
+        with suppress(StoreError):
+            self._only_writer.look()
+
     def _take(self) -> tuple[list[_Job], bool]:
-        """Return what is queued, at least one job, and whether the writer is to stop after it."""
+        """Return what is queued, nothing after `WATCH_S`, and whether the writer is to stop after it."""
         found: list[_Job] = []
         while len(found) < MOST:
             try:
-                job = self._jobs.get(block=not found, timeout=None if self._connection is None else IDLE_S)
+                job = self._jobs.get(block=not found, timeout=WATCH_S)
             except queue.Empty:
-                if found:
-                    break
-                self._let_go()
-                continue
+                break
             if job is None:
                 return found, True
             found.append(job)
@@ -97,15 +115,31 @@ class Writer:
         """Run a transaction on a connection that is kept while there is something to do.
 
         To fetch one from the pool, which checks that it is alive, and to hand it back takes longer than most writes.
+        One that was lost since the last transaction is replaced.
         """
+        kept = self._connection is not None
+        with ExitStack() as limits:
+            try:
+                try:
+                    connection, transaction = self._begin(limits)
+                except SQLAlchemyError:
+                    if not kept:
+                        raise
+                    self._let_go()
+                    connection, transaction = self._begin(limits)
+                with transaction:
+                    yield connection
+            except BaseException:
+                self._let_go()
+                raise
+
+    def _begin(self, limits: ExitStack) -> tuple[Connection, RootTransaction]:
         if self._connection is None:
             self._connection = self._engine.connect()
-        try:
-            with self._connection.begin():
-                yield self._connection
-        except BaseException:
-            self._let_go()
-            raise
+        limits.enter_context(self._deadlines.limit(self._connection, CALL_S))
+        transaction = self._connection.begin()
+        self._only_writer.check(self._connection)
+        return self._connection, transaction
 
     def _let_go(self) -> None:
         connection, self._connection = self._connection, None
@@ -120,26 +154,41 @@ class Writer:
                 results = [operation(connection) for operation, _ in jobs]
         except Exception:  # whichever it was and whatever it raised: each is run again, and raises by itself
             return False
-        self.commits += 1
-        self.operations += len(jobs)
+        self._count(len(jobs))
         for (_, future), result in zip(jobs, results, strict=True):
             future.set_result(result)
         return True
 
-    def _alone(self, job: _Job) -> None:
-        operation, future = job
-        try:
-            with self._transaction() as connection:
-                result = operation(connection)
-        except SQLAlchemyError as error:
-            future.set_exception(StoreError(f"the store failed: {_first_line(error)}"))
-        except Exception as error:  # a refusal of the operation's own: its caller's to handle
-            future.set_exception(error)
-        else:
-            self.commits += 1
-            self.operations += 1
-            with suppress(asyncio.InvalidStateError):
+    def _one_by_one(self, jobs: list[_Job]) -> None:
+        lost: StoreError | None = None
+        for operation, future in jobs:
+            if lost is not None:
+                future.set_exception(lost)
+                continue
+            begun = False
+            try:
+                with self._transaction() as connection:
+                    begun = True
+                    result = operation(connection)
+            except SQLAlchemyError as error:
+                failure = StoreError(f"the store failed: {_first_line(error)}")
+                lost = failure if not begun or _is_lost(error) else None
+                future.set_exception(failure)
+            except Exception as error:  # a refusal of the operation's own: its caller's to handle
+                lost = error if not begun and isinstance(error, StoreError) else None
+                future.set_exception(error)
+            else:
+                self._count(1)
                 future.set_result(result)
+
+    def _count(self, operations: int) -> None:
+        self.commits += 1
+        self.operations += operations
+
+
+def _is_lost(error: SQLAlchemyError) -> bool:
+    """Return whether the connection is gone, rather than the operation at fault."""
+    return isinstance(error, DBAPIError) and error.connection_invalidated
 
 
 def _first_line(error: SQLAlchemyError) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from slime_backend.cli.options import AsJson, fail
+from slime_backend.run_files import RunDir
 
 
 def audit(
@@ -37,6 +39,7 @@ def audit(
     Exit code 1 unless the verdict is clean."""
     if not run_dir.is_dir():
         fail(f"no run directory {run_dir}", code=2)
+    add_gateway_turns(run_dir)
     if plan:
         from slime_backend.cli.rollouts import print_plan
 
@@ -55,3 +58,15 @@ def audit(
         as_json=as_json,
     ):
         raise typer.Exit(1)
+
+
+def add_gateway_turns(run_dir: Path) -> None:
+    """Append to the ledger what the gateway of this run directory stored since the last export; it may be running."""
+    if not RunDir(run_dir).gateway_store.is_file():
+        return
+    try:
+        module = importlib.import_module("slime_backend.cli.gateway")
+    except ModuleNotFoundError as error:
+        typer.echo(f"turns since the last export are not audited: {error.name} is not installed", err=True)
+        return
+    typer.echo(module.export(run_dir, None), err=True)

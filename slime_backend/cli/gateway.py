@@ -15,7 +15,7 @@ from reef_service.config import GatewayConfig, gateway_config
 from reef_service.descriptors import connections_that_fit
 from reef_service.gateway import join_engines, running_gateway
 from reef_service.server import serving
-from reef_service.store import open_store
+from reef_service.store import open_records, open_store
 from reef_service.supervisor import Supervisor
 from slime_backend import event_loop
 from slime_backend.config import ConfigError, EnginesConfig, ModelConfig, RunConfig
@@ -50,15 +50,15 @@ def up(settings: RunConfig, where: str, as_json: bool) -> None:
 
 
 def export(run_dir: Path, store_url: str | None) -> str:
-    """Append the turns that the ledger of `run_dir` lacks; returns what was done, in one line."""
+    """Append the turns that the ledger of `run_dir` lacks; returns what was done, in one line. The gateway may run."""
     if store_url is None and not RunDir(run_dir).gateway_store.is_file():
         raise ConfigError(
             f"{run_dir} has no {RunDir(run_dir).gateway_store.name}; give a gateway's run directory, or --store URL"
         )
     known = {row["receipt"] for row in read_rollouts(run_dir)}
     added = 0
-    with open_store(store_url or _default_store(run_dir)) as store, Ledger(run_dir) as ledger:
-        for record in store.records():
+    with open_records(store_url or _default_store(run_dir)) as records, Ledger(run_dir) as ledger:
+        for record in records:
             if record.receipt not in known:
                 ledger.append(record)
                 added += 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from slime_backend import cpu
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.cpu.flags import GpuFlagError, cpu_flags
 from slime_backend.cpu.source import SourceMovedError
+from slime_backend.errors import ReefError
 from slime_backend.policy import PolicyError
 from slime_backend.slime_hooks import ray_start, refusals, worker_setup
 from slime_backend.slime_hooks.contract import checkout, fit
@@ -24,6 +27,7 @@ USER_ERRORS = (
     PolicyError,
     GpuFlagError,
     SourceMovedError,
+    ReefError,
 )
 
 
@@ -40,11 +44,23 @@ def run(script: str) -> None:
         fit.check(checkout.root(), cpu=cpu.requested())
         loop = checkout.load_script(script)
         args = parse(asynchronous=script == "train_async")
+        finish = at_end(args)
         ray_start.start(args)
     except USER_ERRORS as error:
         print(f"reef-slime: {error}", file=sys.stderr)
         sys.exit(WRONG_USE)
     loop.train(args)
+    finish()
+
+
+def at_end(args: Any) -> Callable[[], None]:
+    """Return what is to be done after slime's loop: where samples come from a gateway, the last of them are
+    acknowledged. A rollout function's module has that as `at_end(args)`."""
+    if not getattr(args, "reef_gateway", None):
+        return lambda: None
+    module = importlib.import_module(args.reef_rollout_function_path.rpartition(".")[0])
+    make = getattr(module, "at_end", None)
+    return make(args) if make is not None else lambda: None
 
 
 def parse(*, asynchronous: bool) -> Any:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import pwd
 import shutil
-import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from slime_backend.engine_process import free_port
+from tests.reef_service.postgres_server import PostgresServer
 
 NEEDED = (
     "fastapi",
@@ -41,49 +39,34 @@ def _postgres_bin() -> Path | None:
     return Path(on_path).parent if on_path else None
 
 
-@pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of an empty PostgreSQL server on a loopback port."""
+@contextmanager
+def _postgres_server(name: str) -> Iterator[PostgresServer]:
     pytest.importorskip("psycopg", reason="psycopg is not installed; pip install 'reef-slime[postgres]'")
     binaries = _postgres_bin()
     if binaries is None:
         pytest.skip("no PostgreSQL server here; apt-get install postgresql")
-    data = Path("/tmp") / f"reef-postgres-{os.getpid()}"  # readable for the server's user, whoever runs the tests
-    user: dict[str, Any] = {}
-    if os.getuid() == 0:  # the server refuses to run as root
-        try:
-            owner = pwd.getpwnam("postgres")
-        except KeyError:
-            pytest.skip("PostgreSQL refuses to run as root and there is no user postgres")
-        user = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
-    data.mkdir(mode=0o700)
-    if user:
-        os.chown(data, user["user"], user["group"])
-    port = free_port()
+    # Readable for the server's user, whoever runs the tests.
+    server = PostgresServer(binaries, Path("/tmp") / f"reef-{name}-{os.getpid()}")
     try:
-        subprocess.run(
-            [binaries / "initdb", "-D", data / "db", "-U", "reef", "--auth=trust", "--no-sync", "--encoding=UTF8"],
-            check=True, capture_output=True, timeout=120, cwd="/", **user,
-        )  # fmt: skip
-        server = subprocess.Popen(
-            [binaries / "postgres", "-D", data / "db", "-h", "127.0.0.1", "-p", str(port), "-k", data],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", **user,
-        )  # fmt: skip
-        try:
-            ready: list[str | Path] = [binaries / "pg_isready", "-h", "127.0.0.1", "-p", str(port), "-t", "1"]
-            for _ in range(60):
-                if subprocess.run(ready, capture_output=True, timeout=30).returncode == 0:
-                    break
-                assert server.poll() is None, "the PostgreSQL server ended while starting"
-            yield f"postgresql+psycopg://reef@127.0.0.1:{port}/postgres"
-        finally:
-            server.terminate()
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                server.kill()
+        server.make()
+        server.start()
+        yield server
     finally:
-        shutil.rmtree(data, ignore_errors=True)
+        server.remove()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """The address of an empty PostgreSQL server on a loopback port."""
+    with _postgres_server("postgres") as server:
+        yield server.url
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[PostgresServer]:
+    """A server for one test, which may kill it."""
+    with _postgres_server("own-postgres") as server:
+        yield server
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

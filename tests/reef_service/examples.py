@@ -19,6 +19,7 @@ def turn(
     versions=("v0",),
     history=None,
     at=1.0,
+    train=True,
 ):
     """A turn whose output is sampled by `versions` in equal parts, each from KV of its own."""
     size, count = len(output), len(versions)
@@ -42,4 +43,4 @@ def turn(
         finished_at=at + 0.5,
         session=session,
     )
-    return Turn(record, parent, "chat", state, label, history or History("chat", 2, f"digest-{receipt}"))
+    return Turn(record, parent, "chat", state, label, history or History("chat", 2, f"digest-{receipt}"), train)

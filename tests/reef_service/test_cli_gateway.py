@@ -39,3 +39,16 @@ def test_turns_become_a_ledger(tmp_path, run_async):
     assert "0 turns added to the 3" in run("export", str(tmp_path)).stdout
     listed = run("rollouts", str(tmp_path), "--session", "s1")
     assert "r1" in listed.stdout, listed.stderr
+
+
+def test_a_live_gateway_is_exported_and_audited(tmp_path, run_async):
+    """The store is open for writing, as a gateway has it; `audit` takes what is new by itself."""
+    with open_store(f"sqlite:///{tmp_path}/gateway.sqlite") as store:
+        run_async(store.add_turn(turn("a")))
+        assert "1 turns added to the 0" in run("export", str(tmp_path)).stdout
+        run_async(store.add_turn(turn("b", session="t")))
+        done = run("audit", str(tmp_path), "--plan")
+        assert "1 turns added to the 1" in done.stderr
+        assert done.returncode == 0, done.stderr
+        run_async(store.add_turn(turn("c", session="u")))  # and it writes on
+    assert "1 turns added to the 2" in run("export", str(tmp_path)).stdout

@@ -97,7 +97,7 @@ def test_branches_are_kept_and_no_token_is_in_two_masks(store, run_async):
         second = await store.add_turn(turn("c", prompt=(1, 10, 2), output=(12,), parent="a", at=3.0))
         assert (first.trajectory, first.forked) == (0, False)
         assert (second.trajectory, second.forked) == (1, True)
-        await store.add_report(Report("r", 1.0, session="s"))
+        await store.add_report(Report("r", 1.0, receipts=("b", "c")))
         return await store.samples(await store.lease(Wish()))
 
     one, two = run_async(work())

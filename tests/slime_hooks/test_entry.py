@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from slime_backend import cpu
-from slime_backend.slime_hooks import compat, ray_start
+from slime_backend.slime_hooks import compat, entry, ray_start
 from slime_backend.slime_hooks.contract import checkout
 
 
@@ -29,6 +30,21 @@ def fake_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_script_beside_the_package_is_loaded(fake_checkout: Path):
     assert checkout.load_script("train").train(7) == 7
+
+
+def test_a_rollout_function_hears_of_the_end(monkeypatch: pytest.MonkeyPatch):
+    """Where samples come from a gateway, the last of them are acknowledged after slime's loop."""
+    module = types.ModuleType("own_rollout")
+    heard: list[str] = []
+    module.at_end = lambda args: lambda: heard.append(args.save)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "own_rollout", module)
+    args = SimpleNamespace(reef_gateway="http://g", reef_rollout_function_path="own_rollout.generate", save="here")
+    entry.at_end(args)()
+    assert heard == ["here"]
+    del module.at_end
+    entry.at_end(args)()
+    entry.at_end(SimpleNamespace(reef_gateway=None))()
+    assert heard == ["here"]
 
 
 def test_a_relative_checkout_becomes_absolute(fake_checkout: Path, monkeypatch: pytest.MonkeyPatch):
