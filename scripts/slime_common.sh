@@ -58,6 +58,11 @@ launch() {
         printf '%s\n' "$@"
         return
     fi
+    # SGLang finds our hooks by the entry point of an installed package; PYTHONPATH alone would start bare engines.
+    if ! (cd / && env -u PYTHONPATH python3 -c 'from slime_backend.engine_process import plugin_entry as p; p.require()' 2>/dev/null); then
+        echo "$0: reef-slime isn't installed in $(command -v python3); run: python3 -m pip install $REEF_SLIME (docs/install.md)" >&2
+        return 2
+    fi
     nvlinks=$(nvidia-smi topo -m 2>/dev/null | grep -c 'NV[0-9]' || true)
     cd "$SLIME_SRC"
     if ! ray status >/dev/null 2>&1; then

@@ -55,13 +55,15 @@ def test_without_slime_a_script_says_so_and_starts_nothing(name, tmp_path):
 
 @pytest.fixture
 def fake_ray(tmp_path):
-    """A `ray` that writes down how it was called and knows no running cluster, and a checkout with models' flags."""
+    """A `ray` that writes down how it was called and knows no running cluster, a Python, and a checkout with models'
+    flags."""
     tools = tmp_path / "bin"
     tools.mkdir()
     calls = tmp_path / "calls"
     (tools / "ray").write_text(
         f'#!/bin/bash\nprintf "%s\\0" "$@" >> {calls}; printf "\\x1e" >> {calls}; [[ $1 != status ]]\n'
     )
+    (tools / "python3").write_text("#!/bin/bash\nexit 0\n")  # in which reef-slime is installed
     (tools / "nvidia-smi").write_text('#!/bin/bash\necho "GPU0 X NV12"\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)

@@ -29,6 +29,7 @@ from slime_backend.cli.options import (
     read_keys_of,
     weights_mode,
 )
+from slime_backend.config import ConfigError
 from slime_backend.engine_client import Deadlines, EngineClient
 from slime_backend.engine_client.keys import EngineKeys
 from slime_backend.fleet import Fleet, VersionTaken, admit
@@ -87,7 +88,10 @@ def publish(
 
 
 def doctor(
-    engine: Engines,
+    engine: Annotated[list[str] | None, typer.Option("--engine", metavar="URL", help="a running server")] = None,
+    installation: Annotated[
+        bool, typer.Option("--installation", help="look at this Python instead: entry points, SGLang, slime, wandb")
+    ] = False,
     sharing: Sharing = "retract",
     layout: Layout = "disjoint",
     allow: Allow = None,
@@ -95,7 +99,17 @@ def doctor(
     admin_api_key_env: AdminKeyEnv = "",
     as_json: AsJson = False,
 ) -> None:
-    """Try pause, flush, scope and label on running SGLang servers; exit code 1 if the policy isn't safe on one."""
+    """Try pause, flush, scope and label on running SGLang servers; exit code 1 if the policy isn't safe on one. With
+    --installation look at this Python instead; exit code 1 if something is wrong with it."""
+    if installation:
+        from slime_backend.cli.installation import examine as look
+        from slime_backend.cli.installation import show
+
+        if not show(look(), as_json):
+            raise typer.Exit(1)
+        return
+    if not engine:
+        raise ConfigError("doctor looks at running engines (--engine URL, repeat for more) or at --installation")
     policy = decide(layout, sharing)  # type: ignore[arg-type]
     diagnoses = event_loop.run_until_signal(
         examine(engine, holders(allow), read_keys_of(api_key_env, admin_api_key_env))

@@ -11,6 +11,7 @@ from slime_backend import cpu
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.cpu.flags import GpuFlagError, cpu_flags
 from slime_backend.cpu.source import SourceMovedError
+from slime_backend.engine_process import plugin_entry
 from slime_backend.errors import ReefError
 from slime_backend.policy import PolicyError
 from slime_backend.slime_hooks import ray_start, refusals, worker_setup
@@ -22,6 +23,7 @@ WRONG_USE = 2
 USER_ERRORS = (
     checkout.SlimeNotFoundError,
     fit.SlimeMovedError,
+    plugin_entry.PluginNotInstalledError,
     ContractError,
     ray_start.RayStartedTooEarlyError,
     PolicyError,
@@ -44,6 +46,8 @@ def run(script: str) -> None:
         fit.check(checkout.root(), cpu=cpu.requested())
         loop = checkout.load_script(script)
         args = parse(asynchronous=script == "train_async")
+        if not getattr(args, "rollout_external", False):
+            plugin_entry.require()
         finish = at_end(args)
         ray_start.start(args)
     except USER_ERRORS as error:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime_backend.errors import UsageError
+from slime_backend.errors import ReefError
 from slime_backend.slime_hooks.contract import touched
 from slime_backend.slime_hooks.contract.symbols import file_of, make_contract
 from slime_backend.slime_hooks.contract.touched import UPDATERS
@@ -50,7 +50,7 @@ NAMED = 4  # of what is missing, in the message
 KNOWN = "624b824a (2026-08-21); the tag v0.3.1 and slime's image of 2026-08-10 fit too, without the CPU mode"
 
 
-class SlimeMovedError(UsageError, RuntimeError):
+class SlimeMovedError(ReefError, RuntimeError):
     """slime lacks something that this package changes or calls."""
 
 

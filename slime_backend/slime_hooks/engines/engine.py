@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from slime_backend.arguments import policy_of
-from slime_backend.engine_process import RUN_HOOKS
+from slime_backend.engine_process import RUN_HOOKS, plugin_entry
 from slime_backend.errors import ReefError
 from slime_backend.import_hooks import ModuleFunction
 from slime_backend.policy import Policy
@@ -56,6 +56,7 @@ def _engine(module: Any) -> None:
 
     @functools.wraps(start)
     def _init_normal(self: Any, server_args_dict: dict[str, Any]) -> None:
+        plugin_entry.require()  # this node's Python may be another than the driver's
         # The server is a child of this actor; what the user has set stays.
         os.environ.setdefault(
             HOOKS_VARIABLE, hooks_for(policy_of(self.args), getattr(self.args, "sglang_device", None))
