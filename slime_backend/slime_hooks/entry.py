@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 from slime_backend import cpu
@@ -10,11 +12,11 @@ from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.cpu.flags import GpuFlagError, cpu_flags
 from slime_backend.cpu.source import SourceMovedError
 from slime_backend.policy import PolicyError
-from slime_backend.slime_hooks import ray_start, worker_setup
+from slime_backend.slime_hooks import ray_start, summary, wandb_run, worker_setup
 from slime_backend.slime_hooks.contract import checkout
 from slime_backend.slime_hooks.rollouts.flags import set_rollout_functions
 
-WRONG_USE = 2
+FAILED, WRONG_USE = 1, 2
 USER_ERRORS = (
     checkout.SlimeNotFoundError,
     ray_start.RayStartedTooEarlyError,
@@ -40,7 +42,38 @@ def run(script: str) -> None:
     except USER_ERRORS as error:
         print(f"reef-slime: {error}", file=sys.stderr)
         sys.exit(WRONG_USE)
-    loop.train(args)
+    train_to_the_end(loop.train, args)
+
+
+def train_to_the_end(train: Callable[[Any], Any], args: Any) -> None:
+    """Run slime's loop; whether it ends well or not, its last lines say what there is and where.
+
+    A job that fails ends this process with code 1, its traceback before the summary.
+    """
+    try:
+        train(args)
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        _end(args, failed=_in_one_line(error))
+        sys.exit(FAILED)
+    except BaseException as error:  # Ctrl-C, or sys.exit by whatever runs inside
+        _end(args, failed=type(error).__name__)
+        raise
+    _end(args)
+
+
+def _end(args: Any, failed: str = "") -> None:
+    if failed:
+        wandb_run.finish(args)
+    summary.print_summary(args, wandb_run.directory(), failed=failed)
+
+
+def _in_one_line(error: Exception) -> str:
+    """The error without the traceback that Ray puts into its text."""
+    cause = getattr(error, "cause", None) or error
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[-1]}" if lines else type(cause).__name__
 
 
 def parse(*, asynchronous: bool) -> Any:
