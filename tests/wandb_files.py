@@ -27,7 +27,7 @@ def has_ended(path: Path) -> bool:
     return any(record.WhichOneof("record_type") == "exit" for record in read_wandb(path))
 
 
-def read_wandb read_wandb(path: Path) -> list:
+def read_wandb(path: Path) -> list:
     """Every record of a .wandb file, or of the one below a directory: a LevelDB log behind 7 bytes, in blocks of
     32 KiB."""
     from wandb.proto import wandb_internal_pb2

@@ -1,7 +1,7 @@
 """One line instead of three tracebacks where SGLang asks its own server for something before it listens.
 
-With `--skip-server-warmup` (slime sets it) SGLang posts /freeze_gc to itself too early, logs the refused connection with
-its whole traceback, and goes on. The start succeeds.
+With `--skip-server-warmup` (slime sets it) SGLang posts /freeze_gc to itself too early, logs the refused connection
+with its whole traceback, and goes on. The start succeeds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """One W&B run with one writer: slime's driver. Whatever other processes log reaches it through a Ray actor.
 
 slime opens the run again in its trainer and its rollout manager. Offline that makes one directory per process, each
-with a `_step` of its own, and what a killed trainer has not yet written is lost. Here `wandb.log` and `wandb.define_metric`
-of those processes hand each row to the mailbox, which holds it before the call returns, and the driver writes the rows
-in the order in which they came.
+with a `_step` of its own, and what a killed trainer has not yet written is lost. Here `wandb.log` and
+`wandb.define_metric` of those processes hand each row to the mailbox, which holds it before the call returns, and the
+driver writes the rows in the order in which they came.
 
     driver                            init_wandb_primary opens the run, then `_Writer` takes rows out of the mailbox
     trainer, rollout manager, engines init_wandb_secondary opens nothing; wandb.log goes to the mailbox
