@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import functools
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 SCRIPT = "reef-slime"
+MODULE = "slime_backend.cli"
+ASK_S = 20.0
+LOCATE = "import importlib.util as u; s = u.find_spec('slime_backend'); print(s.origin if s else '')"
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -16,7 +21,8 @@ def command(*words: object) -> str:
     """Return the command line of `reef-slime WORDS`, quoted for a shell, for the Python that runs this.
 
     The bare name is enough where PATH finds the script of this very environment; another environment's would lack what
-    this one has. Otherwise it is the script by its absolute path, or this Python with `-m`.
+    this one has. Otherwise it is the script by its absolute path, or this Python with `-m`, and with the PYTHONPATH that a
+    checkout needs.
     """
     return shlex.join([*_start(), *map(str, words)])
 
@@ -27,18 +33,24 @@ def python_module(module: str, *words: object) -> str:
 
 
 def _start() -> list[str]:
+    if not _found_without_pythonpath(sys.executable):
+        return ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", MODULE]
     script = Path(sys.executable).with_name(SCRIPT)
-    if script.is_file():
-        found = shutil.which(SCRIPT)
-        return [SCRIPT if found and Path(found).samefile(script) else str(script)]
-    module = [sys.executable, "-m", "slime_backend.cli"]
-    return module if _installed() else ["env", f"PYTHONPATH={ROOT}", *module]
+    if not script.is_file():
+        return [sys.executable, "-m", MODULE]
+    found = shutil.which(SCRIPT)
+    return [SCRIPT if found and Path(found).samefile(script) else str(script)]
 
 
-def _installed() -> bool:
-    """Whether a new process of this Python finds the package without a PYTHONPATH."""
+@functools.cache
+def _found_without_pythonpath(python: str) -> bool:
+    """Whether a new process of this Python imports this very package. Only it knows: an installation that can be edited
+    may lead to another checkout, or to none."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        importlib.metadata.distribution(SCRIPT)
-    except importlib.metadata.PackageNotFoundError:
+        asked = subprocess.run(
+            [python, "-c", LOCATE], cwd="/", env=environment, capture_output=True, text=True, timeout=ASK_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
         return False
-    return True
+    return asked.stdout.strip() == str(ROOT / "slime_backend" / "__init__.py")
