@@ -21,8 +21,8 @@ def command(*words: object) -> str:
     """Return the command line of `reef-slime WORDS`, quoted for a shell, for the Python that runs this.
 
     The bare name is enough where PATH finds the script of this very environment; another environment's would lack what
-    this one has. Otherwise it is the script by its absolute path, or this Python with `-m`, and with the PYTHONPATH that a
-    checkout needs.
+    this one has. Otherwise it is the script by its absolute path, or this Python with `-m`, and with the PYTHONPATH
+    that a checkout needs.
     """
     return shlex.join([*_start(), *map(str, words)])
 
