@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -60,11 +61,11 @@ def driver(tmp_path, monkeypatch):
     def secondary(args, role=None):
         raise AssertionError("a second run was opened")
 
-    module = SimpleNamespace(
+    module: Any = SimpleNamespace(
         wandb=wandb,
         init_wandb_primary=primary,
         init_wandb_secondary=secondary,
-        _init_wandb_common=lambda: module.wandb.define_metric("train/*", step_metric="train/step"),
+        _init_wandb_common=lambda: wandb.define_metric("train/*", step_metric="train/step"),
     )
     tracking = SimpleNamespace(finish_tracking=lambda args: wandb.finish())
     wandb_run.one_writer(module)
