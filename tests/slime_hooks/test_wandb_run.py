@@ -173,8 +173,8 @@ class Trainer:
         self.weight_updater.update_weight_metrics |= {"reef/publication/wall_ms": 1.0, "perf/bytes": 2.0}
 
 
-@pytest.mark.parametrize(("main_rank", "logged"), [(True, [5, 6]), (False, [])])
-def test_a_publication_is_a_row_at_once_of_the_rank_that_logs(monkeypatch, main_rank, logged):
+@pytest.mark.parametrize(("main_rank", "given", "logged"), [(True, None, [5, 6]), (True, 0, [0, 6]), (False, None, [])])
+def test_a_publication_is_a_row_at_once_of_the_rank_that_logs(monkeypatch, main_rank, given, logged):
     class Actor(Trainer):
         pass
 
@@ -184,6 +184,7 @@ def test_a_publication_is_a_row_at_once_of_the_rank_that_logs(monkeypatch, main_
     )
     publication_rows._in_trainer(SimpleNamespace(MegatronTrainRayActor=Actor, is_megatron_main_rank=lambda: main_rank))
     actor = Actor()
+    actor.args.start_rollout_id = given
     assert actor.init(None, "actor") == 5
     actor.update_weights()
     actor.train(5, None)

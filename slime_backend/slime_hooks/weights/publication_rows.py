@@ -43,8 +43,11 @@ def _in_trainer(module: Any) -> None:
 
     @functools.wraps(init)
     def init_and_note(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.reef_next_rollout = start = init(self, *args, **kwargs)
-        return start
+        loaded = init(self, *args, **kwargs)
+        # slime's driver takes what was loaded only where the job doesn't say where to start.
+        given = self.args.start_rollout_id
+        self.reef_next_rollout = loaded if given is None else given
+        return loaded
 
     @functools.wraps(train)
     def train_and_note(self: Any, rollout_id: int, *args: Any, **kwargs: Any) -> Any:
