@@ -73,7 +73,7 @@ def _in_one_line(error: Exception) -> str:
     """The error without the traceback that Ray puts into its text."""
     cause = getattr(error, "cause", None) or error
     lines = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {lines[-1]}" if lines else type(cause).__name__
+    return f"{type(cause).__name__}: {lines[-1] if lines else 'its traceback stands above'}"
 
 
 def parse(*, asynchronous: bool) -> Any:
