@@ -181,8 +181,8 @@ def close() -> None:
 
 
 def directory() -> Path | None:
-    """Return where this process's run lies, also after its end; None where W&B is off."""
-    return _directory
+    """Return where this process's run lies, also after its end; None where W&B is off or writes nothing."""
+    return _directory if _directory is not None and _directory.is_dir() else None
 
 
 def finish(args: Any) -> None:
