@@ -77,13 +77,6 @@ def with_temperature(named: Mapping[str, Any]) -> dict[str, Any]:
     return {"temperature": 1.0, **{name: value for name, value in named.items() if value is not None}}
 
 
-def refuse(values: Mapping[str, Any], why: Mapping[str, str]) -> None:
-    """Raise ApiError 400 for a setting that would change the answer and isn't supported; silence would be a lie."""
-    for name, reason in why.items():
-        if values.get(name) not in (None, False, 0, "", [], {}, 1 if name in ("n", "best_of") else None):
-            raise bad_request(f"{name} is not supported: {reason}", name)
-
-
 def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:
     found = [stop] if isinstance(stop, str) else stop or []
     return tuple(text for text in found if text)

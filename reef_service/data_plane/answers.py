@@ -44,6 +44,7 @@ class TokenRequest:
     stop: tuple[str, ...] = ()
     parser: AnswerParser | None = None  # None: all text is content
     keep_stop: bool = False  # whether a stop text stays in the text
+    closing: str = ""  # the one of `stop` that ends an answer as the model's own end does: it stays, and isn't named
 
 
 @dataclass(frozen=True, slots=True)
