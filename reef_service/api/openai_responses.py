@@ -1,9 +1,9 @@
-"""POST /v1/responses, as the OpenAI SDKs' agents speak it: made of the same prompts as chats, so with the same turns."""
+"""POST /v1/responses, as OpenAI's SDKs for agents speak it; its prompts are made as those of chats are."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -31,14 +31,14 @@ _REFUSED = {
     "logit_bias": "it would make the recorded log-probs those of another distribution",
     "stop": "this API has none; use /v1/chat/completions",
 }
-# A provider runs them, and the model decides whether; without one, it isn't shown them. An answer's `tools` are the rest.
+# A provider runs them where the model asks for it; here it isn't shown them. An answer's `tools` are those that it was.
 _HOSTED = ("web_search", "web_search_preview", "image_generation")
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class ResponsesRequest(common.Sampling):
     model: str | None = None
-    input: str | list[Any] = Field(min_length=1, max_length=16384)
+    input: str | Annotated[list[Any], Field(min_length=1, max_length=16384)]
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: Any = common.engine_value("max_new_tokens")
@@ -200,8 +200,8 @@ def _before(plane: DataPlane, name: str | None) -> Conversation | None:
     if found is None:
         raise ApiError(
             404,
-            f"previous_response_id {name[:100]!r} isn't kept here (store=false, another gateway, restarted, or too long "
-            "ago); send the conversation as input",
+            f"previous_response_id {name[:100]!r} isn't kept here (store=false, another gateway, restarted, or too "
+            "long ago); send the conversation as input",
             param="previous_response_id",
             code="previous_response_not_found",
         )

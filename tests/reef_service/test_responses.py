@@ -1,7 +1,8 @@
-"""/v1/responses with OpenAI's own client: complete and streamed, tools, earlier answers, one trajectory for a tool loop."""
+"""/v1/responses with OpenAI's own client: complete and streamed, tools, earlier answers, tool loops."""
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -78,7 +79,7 @@ def test_a_tool_loop_is_one_trajectory(tmp_path, run_async, way):
     answer, found, turns = run_async(work())
     assert answer.output_text == "done"
     assert {(reef["session"], reef["trajectory"]) for reef in found} == {(found[0]["session"], found[0]["trajectory"])}
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         whole = [*before["prompt_ids"], *before["output_ids"]]
         assert list(after["prompt_ids"][: len(whole)]) == whole
 
@@ -96,7 +97,7 @@ def test_instructions_of_an_earlier_request_do_not_hold(tmp_path, run_async):
 
     text, code = run_async(work())
     assert "BE BRIEF" not in text
-    assert "hi" in text and "yes" in text and "and?" in text
+    assert all(word in text for word in ("hi", "yes", "and?"))
     assert code == "previous_response_not_found"
 
 
@@ -104,7 +105,7 @@ def test_a_tool_that_takes_a_text(tmp_path, run_async):
     text = '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin"}}</tool_call>'
 
     async def work():
-        async with gateway_on(tmp_path, text, "done") as (client, gateway, _), client_of(client) as api:
+        async with gateway_on(tmp_path, text, "done") as (client, _, _), client_of(client) as api:
             tools = [{"type": "custom", "name": "patch"}, {"type": "web_search"}]
             first = await api.responses.create(model="m", input="hi", tools=tools)
             (call,) = first.output
