@@ -117,19 +117,19 @@ class _Answer:
         async for event in events:
             if isinstance(event, Delta):
                 for piece in event.pieces:
-                    for told in output.push(piece):
-                        yield self._event(told)
+                    for data in output.push(piece):
+                        yield self._event(data)
                 continue
             cut = event.finish == "length"
-            for told in output.close("incomplete" if cut else "completed"):
-                yield self._event(told)
+            for data in output.close("incomplete" if cut else "completed"):
+                yield self._event(data)
             kind = "response.incomplete" if cut else "response.completed"
             yield self._event({"type": kind, "response": self._ended(event, output)})
 
     def error_event(self, error: ApiError) -> bytes:
         fault = error.body("/v1/responses")["error"]
-        told = {"code": fault["code"] or fault["type"], "message": fault["message"], "param": fault["param"]}
-        return self._event({"type": "error", **told, "error": fault})
+        shown = {"code": fault["code"] or fault["type"], "message": fault["message"], "param": fault["param"]}
+        return self._event({"type": "error", **shown, "error": fault})
 
     def _event(self, data: dict[str, Any]) -> bytes:
         data["sequence_number"] = self.number

@@ -68,7 +68,7 @@ def _call(found: list[dict[str, Any]], item: Mapping[str, Any], arguments: Any) 
 
 
 class Output:
-    """The output items of one answer, and the events that tell of them while it comes."""
+    """The output items of one answer, and the events that give them while it comes."""
 
     def __init__(self, receipt: str, custom: frozenset[str]) -> None:
         """`custom`: names of tools that take a text instead of JSON."""
@@ -79,7 +79,7 @@ class Output:
     def push(self, piece: Piece) -> list[dict[str, Any]]:
         if piece.call is not None:
             return [*self.close(), *self._call(piece.call)]
-        events = []
+        events: list[dict[str, Any]] = []
         if self._open != piece.kind:
             events = [*self.close(), *self._begin(piece.kind)]
         item = self.items[-1]
@@ -120,7 +120,8 @@ class Output:
             "status": "in_progress",
             "content": [],
         }
-        item |= {"summary": []} if reasoning else {"role": "assistant"}
+        own: dict[str, Any] = {"summary": []} if reasoning else {"role": "assistant"}
+        item |= own
         self.items.append(item)
         self._open = kind
         added = {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": _copy(item)}
