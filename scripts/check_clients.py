@@ -62,7 +62,8 @@ while True:
 import sys, openai, agents
 agents.set_tracing_disabled(True)
 header = {"x-reef-session": sys.argv[2]}
-agents.set_default_openai_client(openai.AsyncOpenAI(base_url=sys.argv[1] + "/v1", api_key="none", default_headers=header))
+client = openai.AsyncOpenAI(base_url=sys.argv[1] + "/v1", api_key="none", default_headers=header)
+agents.set_default_openai_client(client)
 
 @agents.function_tool
 def look(where: str) -> str:
@@ -78,7 +79,8 @@ assert found.final_output == "done", found.final_output
 import asyncio, sys, openai, agents
 agents.set_tracing_disabled(True)
 header = {"x-reef-session": sys.argv[2]}
-agents.set_default_openai_client(openai.AsyncOpenAI(base_url=sys.argv[1] + "/v1", api_key="none", default_headers=header))
+client = openai.AsyncOpenAI(base_url=sys.argv[1] + "/v1", api_key="none", default_headers=header)
+agents.set_default_openai_client(client)
 
 @agents.function_tool
 def look(where: str) -> str:

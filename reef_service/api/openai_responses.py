@@ -64,7 +64,10 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     before = _before(plane, body.previous_response_id)
     tools, custom = _tools(body)
     # Without instructions: those of an earlier request don't hold for this one.
-    conversation = [*(before.messages if before else ()), *to_messages(body.input, lambda name: _item(plane, name))]
+    conversation: list[Mapping[str, Any]] = [
+        *(before.messages if before else ()),
+        *to_messages(body.input, lambda name: _item(plane, name)),
+    ]
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     messages = normalise([*head, *conversation])
     parameters.check_last(messages)
@@ -93,7 +96,7 @@ class _Answer:
     """Writes one response, in one piece or as events."""
 
     def __init__(
-        self, plane: DataPlane, body: ResponsesRequest, conversation: list[dict[str, Any]], custom: frozenset[str]
+        self, plane: DataPlane, body: ResponsesRequest, conversation: list[Mapping[str, Any]], custom: frozenset[str]
     ) -> None:
         self.plane, self.body, self.conversation, self.custom = plane, body, conversation, custom
         self.created, self.number = common.now(), 0
