@@ -147,7 +147,7 @@ def test_each_state_begins_when_no_engine_is_in_the_step_before_any_more(run_asy
         assert set(states["/weights_checker"]) == {"open", "loaded"}
         assert set(states["/update_weight_version"]) == {"weights verified"}
         assert set(states["/continue_generation"]) == {"labelled"}
-    reached = {"paused", "verified", "loaded", "labelled", "open", "resumed", "failed"}
+    reached = {"paused", "verified", "loaded", "weights verified", "labelled", "open", "resumed", "failed"}
     assert reached == set(get_args(State))
     assert not reached & set(get_args(Step))
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet.weights import VerifyWeights
 from slime_backend.publication import PublicationError, PublicationReport, publish
-from slime_backend.simulation.fake_engine import TENSORS, digest_of
+from slime_backend.simulation.fake_engine import TENSORS, FakeEngine, digest_of
 from slime_backend.simulation.transport import NameTransport
+from tests.command_line import run as command_line
 from tests.fake_fleet import fake_fleet
 
 MISSED = TENSORS[1]
@@ -23,7 +28,7 @@ class Sending(NameTransport):
         self.weights = weights
 
     async def digests(self) -> Mapping[str, tuple[str, ...]]:
-        return {name: (digest_of(self.weights, name),) for name in TENSORS}
+        return {name: ("F32", digest_of(self.weights, name)) for name in TENSORS}
 
 
 async def published(version: str, fleet, known: bool = True) -> PublicationReport:
@@ -189,5 +194,5 @@ def test_publish_shows_what_happened_where_no_engine_is_confirmed(run_async, tmp
 
     done = run_async(scenario(), 60)
     assert done.returncode == 1
-    assert (json.loads(done.stdout)["state"] == "failed") if as_json else ("retired: load:" in done.stdout)
-    assert done.stderr.startswith("reef-slime: publication of v9 failed on every engine: load:")
+    assert (json.loads(done.stdout)["state"] == "failed") if as_json else ("-> v9: failed" in done.stdout)
+    assert done.stderr.splitlines()[-1].startswith("reef-slime: publication of v9 failed on every engine: load:")

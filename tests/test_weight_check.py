@@ -25,15 +25,17 @@ def weights(version: int, *names: str) -> dict[str, str]:
     return {name: f"{name}@{version}" for name in names}
 
 
-def sent_as(digests: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def sent_as(digests: Mapping[str, str], dtype: str = "F32") -> dict[str, tuple[str, ...]]:
     """As a source has them: some tensors have a second form."""
-    return {name: (digest, f"padded {digest}") for name, digest in digests.items()}
+    return {name: (dtype, digest, f"padded {digest}") for name, digest in digests.items()}
 
 
 def served(*ranks: Mapping[str, str], comparable: bool, places: Any = None) -> ServedWeights:
     places = places or [WHOLE] * len(ranks)
     digests = [RankDigests(place, rank) for place, rank in zip(places, ranks, strict=True)]
-    return ServedWeights(frozenset("i"), "v0", digests, frozenset(), [set(r) if comparable else set() for r in ranks])
+    return ServedWeights(
+        frozenset("i"), "v0", digests, frozenset(), [dict.fromkeys(r if comparable else (), "F32") for r in ranks]
+    )
 
 
 def look(before: ServedWeights, *now: Mapping[str, str], **options: Any) -> Look:
@@ -81,10 +83,16 @@ def test_a_padded_tensor_is_as_it_was_sent() -> None:
     assert (engine.why_wrong(), engine.verified) == ([f"{K} {KEPT}"], 2)
 
 
+def test_another_dtype_is_converted_by_the_engine_and_raises_no_alarm() -> None:
+    engine = look(served(OLD, comparable=True), {name: f"converted {digest}" for name, digest in NEW.items()})
+    judge({"a": engine}, sent_as(NEW, "BF16"), SENT_OLD)
+    assert (engine.why_wrong(), engine.verified) == ([], 0)
+
+
 def test_the_first_match_makes_a_tensor_comparable() -> None:
     known = served({**OLD, K: "packed"}, comparable=False)
     known.learn(SENT_OLD)
-    assert known.comparable == [{Q, OUT}]
+    assert known.comparable == [{Q: "F32", OUT: "F32"}]
 
 
 # ---- held against what changed --------------------------------------------------------------------------------------
@@ -178,10 +186,13 @@ def test_digests_are_the_same_in_a_file_and_on_the_way(tmp_path: Path) -> None:
         assert [name for name, _ in sent.taking(named)] == [*order, OUT, "scalar"]
         assert sent.digests == of_file
     padded = torch.cat([tensors[OUT], torch.zeros(60, 3, dtype=torch.bfloat16)])
-    assert of_file[OUT][1] == hashlib.sha256(padded.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-    assert len(of_file["scalar"]) == 1
+    assert of_file[OUT][2] == hashlib.sha256(padded.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    assert len(of_file["scalar"]) == 2
     joined = torch.cat([tensors[Q], tensors[K], tensors[V]])
-    assert of_file[QKV] == (hashlib.sha256(joined.view(torch.uint8).numpy().tobytes()).hexdigest()[:16],)
+    assert of_file[QKV] == (
+        "BF16",
+        hashlib.sha256(joined.view(torch.uint8).numpy().tobytes()).hexdigest()[:16],
+    )
 
 
 def test_names_of_joined_tensors() -> None:

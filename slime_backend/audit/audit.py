@@ -6,15 +6,19 @@ docs/audit.md. `audit_run` audits a run that is there, audit_follow.py one that 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slime_backend.audit.conclusion import ONE_IN, Conclusion, conclude
-from slime_backend.audit.diagnosis import Diagnostician
+from slime_backend.audit.diagnosis import Diagnostician, claims
 from slime_backend.audit.differences import SPAN_KINDS, Differences, span_kind
+from slime_backend.audit.likelihood import Alternative, Finding, Judgement, Observed, judge
 from slime_backend.audit.sampling import Plan, Sample
 from slime_backend.audit.scorer import LoadModel, Scorer, WeightsGoneError
 from slime_backend.ledger.files import read_records
@@ -26,6 +30,7 @@ from slime_backend.run_files.damage import Damage
 from slime_backend.run_files.jsonl import read_jsonl
 
 TOLERANCE = 1e-4  # |difference of log-prob|, fp32
+SAME = 1e-6  # nats: a claim that differs by less can't be told from the recorded one, nor need it be
 EXPLAINED_VIOLATIONS = 20  # for these the audit also looks for what would explain them
 
 
@@ -59,6 +64,10 @@ class AuditResult:
     damaged_places: list[str] = field(default_factory=list)  # the first of these
     damaged: int = 0  # lines and segments of the ledger that can't be read: their rollouts are in no other figure
     finished: bool = True  # False in what `audit_follow` writes while the run goes on
+    noise: float | None = None  # of a token's log-prob, nats, where rollouts are judged by likelihood (16 bits)
+    decided: int = 0  # rollouts whose claim holds against every other, by likelihood
+    undecided: int = 0  # rollouts whose tokens are too few for that
+    slopes: list[dict[str, Any]] = field(default_factory=list)  # of the residual along each fault: 0 the claim, 1 it
     verdict: Conclusion | None = None
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)  # kind of span -> Differences.to_json
     violations: list[Violation] = field(default_factory=list)
@@ -101,14 +110,18 @@ class Audit:
         load_model: LoadModel,
         *,
         rollouts: int | None = None,
-        tolerance: float = TOLERANCE,
+        tolerance: float | None = None,
         one_in: int = ONE_IN,
         seed: int = 0,
     ) -> None:
-        self.run_dir, self.tolerance, self.one_in = run_dir, tolerance, one_in
+        """`tolerance` None: TOLERANCE for weights of 32 bits, likelihoods for those of 16 (likelihood.py)."""
+        self.run_dir, self.one_in = run_dir, one_in
+        self._chooses, self.tolerance = tolerance is None, TOLERANCE if tolerance is None else tolerance
+        self._observed: dict[str, Observed] = {}
+        self._worst: dict[str, tuple[str, int, float]] = {}  # receipt -> (version, token, |difference|)
         self.scorer = Scorer(RunDir(run_dir).all_weights, load_model)
         self.sample = Sample(rollouts, seed)
-        self._diagnostician = Diagnostician(self.scorer, tolerance)
+        self._diagnostician = Diagnostician(self.scorer, self.tolerance)
         self._differences = {kind: Differences() for kind in SPAN_KINDS}
         self._not_auditable: Counter[str] = Counter()
         self._left_out = 0
@@ -133,10 +146,16 @@ class Audit:
     def check(self, record: RolloutRecord) -> None:
         """Check a rollout that was asked for; one whose weights were removed since is counted and left alone."""
         try:
-            found, diffs = check(record, self.scorer, self.tolerance)
+            by_likelihood = self._chooses and self._is_half(record)
+            found, residual = examine(record, self.scorer)
+            if found is None:
+                found = over_bound(record, residual, math.inf if by_likelihood else self.tolerance)
+            if found is None and by_likelihood:
+                self._observe(record, residual)
         except WeightsGoneError:
             self._gone += 1
             return
+        diffs = [abs(r) for r in residual]
         if found is not None and found.kind == "version" and self._were_published(record):
             self._gone += 1
             return
@@ -152,10 +171,40 @@ class Audit:
                 found = replace(found, fault=diagnosis.fault, detail=f"{found.detail}; {diagnosis.text}")
             self._violations.append(found)
 
+    def _is_half(self, record: RolloutRecord) -> bool:
+        return any(self.scorer.is_half(version) for version in sorted(_named(record)) if self.scorer.knows(version))
+
+    def _observe(self, record: RolloutRecord, residual: list[float]) -> None:
+        """Score every other claim for the same tokens; the verdict is on all rollouts together, in `result`."""
+        claimed = np.array([b - r for b, r in zip(record.logprobs, residual, strict=True)])
+        alternatives = []
+        for other in claims(record, self.scorer, self._diagnostician.ends()):
+            try:
+                direction = np.array(self.scorer.score_all(record, other.segments, other.mix)) - claimed
+            except WeightsGoneError:
+                continue
+            if np.abs(direction).max(initial=0.0) > SAME:
+                alternatives.append(Alternative((other.fault, other.text), other.fault, other.text, direction))
+        self._observed[record.receipt] = Observed(
+            record.receipt, record.engine, np.array(residual), tuple(alternatives)
+        )
+        worst = int(np.abs(residual).argmax()) if residual else 0
+        version = next((s.version for s in record.spans if s.start <= worst < s.end), "?")
+        self._worst[record.receipt] = (version, worst, abs(residual[worst]) if residual else 0.0)
+
+    def _found(self, finding: Finding) -> Violation:
+        one, other = finding.observed, finding.alternative
+        version, token, diff = self._worst[one.receipt]
+        fault = "unexplained" if other is None else other.fault
+        return Violation(one.receipt, one.engine, version, "log-prob", diff, token, str(finding), fault)
+
     def result(self, *, finished: bool = True, waiting: int = 0) -> AuditResult:
         differences = {kind: d for kind, d in self._differences.items() if d.tokens}
         tokens = sum(d.tokens for d in differences.values())
-        in_sample = len(self._checked if self.sample.count is None else self._checked & self.sample.holds())
+        judged = judge(list(self._observed.values())) if self._observed else Judgement(0.0)
+        violations = [*self._violations, *map(self._found, judged.findings)]
+        sure = (self._checked - self._observed.keys()) | judged.decided
+        in_sample = len(sure if self.sample.count is None else sure & self.sample.holds())
         plan = Plan(self._recorded, self._recorded_crossing)
         return AuditResult(
             rollouts=len(self._checked),
@@ -165,6 +214,10 @@ class Audit:
             max_abs_logprob_diff=max((d.largest for d in differences.values()), default=0.0),
             mean_abs_logprob_diff=sum(d.total for d in differences.values()) / max(1, tokens),
             tolerance=self.tolerance,
+            noise=judged.noise if self._observed else None,
+            decided=len(judged.decided),
+            undecided=len(judged.undecided),
+            slopes=judged.slopes,
             gone=self._gone,
             not_auditable=dict(self._not_auditable),
             waiting=waiting,
@@ -174,13 +227,14 @@ class Audit:
             verdict=conclude(
                 plan,
                 in_sample,
-                [v.fault for v in self._violations],
+                [v.fault for v in violations],
                 self.one_in,
                 self._gone,
                 self._not_auditable,
+                list(judged.undecided.values()),
             ),
             differences={kind: d.to_json() for kind, d in differences.items()},
-            violations=list(self._violations),
+            violations=violations,
         )
 
     def is_gone(self, record: RolloutRecord) -> bool:
@@ -213,7 +267,7 @@ def audit_run(
     load_model: LoadModel,
     *,
     rollouts: int | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     one_in: int = ONE_IN,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -256,24 +310,38 @@ def audit_run(
 
 def check(record: RolloutRecord, scorer: Scorer, tolerance: float) -> tuple[Violation | None, list[float]]:
     """One rollout: its first fault, and |difference of log-prob| of every token that could be recomputed."""
+    found, residual = examine(record, scorer)
+    return found or over_bound(record, residual, tolerance), [abs(r) for r in residual]
 
-    def fault(kind: str, name: str, detail: str, worst: int = 0, diff: float = 0.0) -> Violation:
-        claimed = next((s.version for s in record.spans if s.start <= worst < s.end), "?")
-        return Violation(record.receipt, record.engine, claimed, kind, diff, worst, detail, name)
 
+def examine(record: RolloutRecord, scorer: Scorer) -> tuple[Violation | None, list[float]]:
+    """What is wrong with the record itself, and else the log-prob of each token as recorded less that as recomputed."""
     inconsistent = why_inconsistent(record)
     if inconsistent:
-        return fault("spans", "inconsistent record", inconsistent), []
+        return _fault(record, "spans", "inconsistent record", inconsistent), []
     unknown = sorted(v for v in _named(record) if not scorer.knows(v))
     if unknown:
-        return fault("version", "unknown version", f"it names {', '.join(unknown)}, of which no weights were saved"), []
-    diffs = [abs(a - b) for a, b in zip(scorer.score_all(record, record.segments), record.logprobs, strict=True)]
-    worst = max(range(len(diffs)), key=diffs.__getitem__, default=0)
-    if diffs and not diffs[worst] <= tolerance:  # NaN is a violation too
-        return fault(
-            "log-prob", "not examined", f"token {worst} differs by {diffs[worst]:.3g}", worst, diffs[worst]
-        ), diffs
-    return None, diffs
+        detail = f"it names {', '.join(unknown)}, of which no weights were saved"
+        return _fault(record, "version", "unknown version", detail), []
+    scored = scorer.score_all(record, record.segments)
+    return None, [recorded - again for recorded, again in zip(record.logprobs, scored, strict=True)]
+
+
+def over_bound(record: RolloutRecord, residual: Sequence[float], tolerance: float) -> Violation | None:
+    """The violation where a token differs by more than `tolerance`; NaN does too."""
+    diffs = [abs(r) for r in residual]
+    wrong = [number for number, diff in enumerate(diffs) if not diff <= tolerance]
+    if not wrong:
+        return None
+    worst = max(wrong, key=lambda number: (math.isnan(diffs[number]), diffs[number]))
+    return _fault(
+        record, "log-prob", "not examined", f"token {worst} differs by {diffs[worst]:.3g}", worst, diffs[worst]
+    )
+
+
+def _fault(record: RolloutRecord, kind: str, name: str, detail: str, worst: int = 0, diff: float = 0.0) -> Violation:
+    claimed = next((s.version for s in record.spans if s.start <= worst < s.end), "?")
+    return Violation(record.receipt, record.engine, claimed, kind, diff, worst, detail, name)
 
 
 def why_inconsistent(record: RolloutRecord) -> str:

@@ -71,10 +71,13 @@ class Diagnostician:
         """Where cache entries of this run end: those who match more may have matched entries of several versions."""
         self._cached.update(p.cached for p in record.prefills if p.cached)
 
+    def ends(self) -> list[int]:
+        """The most frequent of these."""
+        return [length for length, _ in self._cached.most_common(ENDS)]
+
     def explain(self, record: RolloutRecord) -> Diagnosis:
         """For a record that is consistent in itself, of versions on disk, whose log-probs don't hold."""
-        ends = [length for length, _ in self._cached.most_common(ENDS)]
-        cheap = itertools.chain(self._seen_mixes(record), claims(record, self.scorer, ends))
+        cheap = itertools.chain(self._seen_mixes(record), claims(record, self.scorer, self.ends()))
         best, error = self._best(record, cheap)
         if error > FITS * self.tolerance:
             costly, costly_error = self._best(record, self._new_mixes(record))

@@ -20,9 +20,11 @@ from transformers import DynamicCache
 from slime_backend.errors import ReefError
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.provenance.sampling_params import scored_temperature
+from slime_backend.weight_sources.checkpoint_check import read_header
 from slime_backend.wire import KvSegment, Span
 
 MODELS_IN_MEMORY = 4
+HALF = frozenset(("BF16", "F16"))  # safetensors' names
 
 LoadModel = Callable[[Path], Any]  # directory -> a Hugging Face causal LM in eval mode
 
@@ -79,6 +81,12 @@ class Scorer:
     def versions(self) -> list[str]:
         """Those on disk, in the order of their numbers."""
         return sorted((p.name for p in self.weights.iterdir() if self.knows(p.name)), key=lambda n: (len(n), n))
+
+    def is_half(self, version: str) -> bool:
+        """Whether the weights on disk are of 16 bits, as the engine computes then. Reads a header."""
+        files = sorted((self.weights / version).glob("*.safetensors"))
+        kinds = {header.dtype for file in files[:1] for header in read_header(file).values()}
+        return bool(kinds) and kinds <= HALF
 
     def model(self, version: str) -> Any:
         """Raises WeightsGoneError for a version that isn't on disk, also one that is removed while it is loaded."""

@@ -15,7 +15,10 @@ from slime_backend.run_files import RunDir
 def audit(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run directory, e.g. runs/demo")],
     rollouts: Annotated[int | None, typer.Option(min=1, help="how many to check; default: all")] = None,
-    tolerance: Annotated[float, typer.Option(min=0.0, help="largest |difference of log-prob| that passes")] = 1e-4,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="largest |difference of log-prob|; default: 1e-4 for 32 bits, likelihoods for 16"),
+    ] = None,
     one_in: Annotated[
         int, typer.Option(min=1, metavar="N", help="the contamination, one rollout in N, that it must be able to find")
     ] = 20,

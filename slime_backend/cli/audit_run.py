@@ -22,7 +22,7 @@ def audit_command(
     run_dir: Path,
     *,
     rollouts: int | None,
-    tolerance: float,
+    tolerance: float | None,
     one_in: int,
     follow_until: tuple[float, float] | None,
     as_json: bool,
@@ -61,13 +61,24 @@ def _save(run_dir: Path, result: AuditResult) -> None:
         )
 
 
+def _measure(result: AuditResult) -> str:
+    if result.noise is None:
+        return f"tolerance {result.tolerance:g}"
+    return f"by likelihood, noise {result.noise:.2g}: {result.decided} decided, {result.undecided} undecided"
+
+
 def _lines(result: AuditResult) -> str:
     lines = [f"violation: {violation}" for violation in result.violations]
     lines.append(
         f"audited {result.rollouts} of {result.recorded} rollouts ({result.crossing} lived through a publication), "
         f"{result.tokens} tokens: {len(result.violations)} violations, "
-        f"largest |log-prob difference| {result.max_abs_logprob_diff:.2g} (tolerance {result.tolerance:g})"
+        f"largest |log-prob difference| {result.max_abs_logprob_diff:.2g} ({_measure(result)})"
     )
+    for found in result.slopes:
+        lines.append(
+            f"  slope towards {found['fault']}: {found['slope']:.4f} +- {found['error']:.4f} over {found['rollouts']} "
+            "comparisons (0: the claim holds, 1: the fault)"
+        )
     for kind, found in result.differences.items():
         quantiles = ", ".join(f"{100 * float(share):g} %: {value:.1e}" for share, value in found["quantiles"].items())
         lines.append(f"  {kind:<11}{found['tokens']:>9} tokens; {quantiles}")

@@ -144,7 +144,7 @@ def _tracking() -> Iterator[Finding]:
     for name, extra in (("wandb", "wandb"), ("plotly", "report")):
         installed = _version(name)
         if installed is None:
-            todo = f"pip install {name} for {'--use-wandb and tracker: wandb' if name == 'wandb' else 'report.html'}"
+            todo = f"pip install {name} for {'--use-wandb and tracker: wandb' if name == 'wandb' else 'the report'}"
             yield Finding(extra, "absent", f"{name} is not installed", todo)
         else:
             yield Finding(extra, "ok", f"{name} {installed}")

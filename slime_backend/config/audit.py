@@ -11,7 +11,12 @@ class AuditConfig(Section):
     """These settings choose how many rollouts are audited, how exactly, and when."""
 
     rollouts: int = Field(240, alias="audit_rollouts", ge=0, description="rollouts to audit; 0: none")
-    tolerance: float = Field(1e-4, alias="audit_tolerance", gt=0)
+    tolerance: float | None = Field(
+        None,
+        alias="audit_tolerance",
+        gt=0,
+        description="largest |difference of log-prob|; none: 1e-4 for 32 bits, likelihoods for 16",
+    )
     concurrent: bool = Field(
         False, alias="audit_beside", description="audit in a separate process during the training instead of at the end"
     )

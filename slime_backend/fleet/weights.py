@@ -19,15 +19,15 @@ class ServedWeights:
     version: str | None  # that they were confirmed at; None: of unknown origin
     ranks: Sequence[RankDigests]
     unseen: frozenset[str]  # tensors outside the last sample: what is known of them is of an earlier version
-    # The tensors of each rank whose digest was once that of what was sent: from then on it has to be. An engine may
-    # convert a tensor for its kernels, so nothing can be demanded of the others.
-    comparable: Sequence[set[str]]
+    # The tensors of each rank whose digest was once that of what was sent, with the dtype that was sent: from then on
+    # it has to be. An engine may convert a tensor, so nothing can be demanded of the others, nor of another dtype.
+    comparable: Sequence[dict[str, str]]
 
     def learn(self, sent: Mapping[str, Sequence[str]]) -> None:
         """Note which tensors the engine has as they were sent."""
         for rank, names in zip(self.ranks, self.comparable, strict=True):
             now = rank.digests.items()
-            names.update(n for n, digest in now if n not in self.unseen and digest in sent.get(n, ()))
+            names |= {n: sent[n][0] for n, digest in now if n not in self.unseen and digest in sent.get(n, ())[1:]}
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class WeightRecords:
     """The digests of one fleet's weights, kept from one publication to the next."""
 
     mode: VerifyWeights = "auto"
-    # Of the version in force, by its source's names: a digest for each form of a tensor.
+    # Of the version in force, by its source's names: a tensor's dtype, and a digest for each of its forms.
     sent: Mapping[str, Sequence[str]] | None = None
     served: dict[str, ServedWeights] = field(default_factory=dict)  # by engine
     without: dict[str, tuple[frozenset[str], str]] = field(

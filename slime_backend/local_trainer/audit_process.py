@@ -48,7 +48,7 @@ class AuditProcess:
             # The trainer ends it; it must not give up where one step takes long.
             "--idle": 10 * 24 * 3600,
         }
-        flags = [text for name, value in settings.items() for text in (name, str(value))]
+        flags = [text for name, value in settings.items() if value is not None for text in (name, str(value))]
         return [sys.executable, "-m", "slime_backend.cli", "audit", str(self.run_dir), "--follow", *flags]
 
     def start(self) -> None:

@@ -74,8 +74,10 @@ class Look:
                 known = then.digests.get(name)
                 yield Tensor(number, name, digest, known, None if name in self.served.unseen else known)
 
-    def is_comparable(self, tensor: Tensor) -> bool:
-        return tensor.name in self.served.comparable[tensor.rank]
+    def is_comparable(self, tensor: Tensor, sent: Sent) -> bool:
+        """Whether the engine had this tensor as it was sent, when it was sent in the dtype that it is sent in now."""
+        known = self.served.comparable[tensor.rank].get(tensor.name)
+        return known is not None and known == sent.get(tensor.name, ("",))[0]
 
     @property
     def looked_at(self) -> int:
@@ -109,30 +111,33 @@ def judge(looks: Mapping[str, Look], sent: Sent | None, sent_before: Sent | None
         alike.append(look)
         _compare_with_sent(look, sent or {})
         if look.current:
-            _compare_with_changes(look, _changed(sent, sent_before))
+            _compare_with_changes(look, sent or {}, _changed(sent, sent_before))
     _compare_engines(alike)
 
 
 def _changed(sent: Sent | None, before: Sent | None) -> dict[str, bool]:
-    """The source's tensors of both versions: whether their content differs."""
-    return {name: sent[name] != before[name] for name in sent.keys() & before.keys()} if sent and before else {}
+    """The source's tensors of both versions, where they are of one dtype: whether their content differs."""
+    if not sent or not before:
+        return {}
+    both = (name for name in sent.keys() & before.keys() if sent[name][0] == before[name][0])
+    return {name: sent[name] != before[name] for name in both}
 
 
 def _compare_with_sent(look: Look, sent: Sent) -> None:
     for tensor in look.tensors():
-        if look.is_comparable(tensor) and tensor.name in sent:
+        if look.is_comparable(tensor, sent):
             if tensor.now in sent[tensor.name]:
                 look.shown.add(tensor.key)
             else:
                 look.blame(tensor, KEPT if tensor.now == tensor.before else "has other bytes than were sent")
 
 
-def _compare_with_changes(look: Look, changed: Mapping[str, bool]) -> None:
+def _compare_with_changes(look: Look, sent: Sent, changed: Mapping[str, bool]) -> None:
     """Of the tensors that aren't as they were sent. A shard may be unchanged where the tensor isn't; all can't be."""
     shards: dict[tuple[int, str], list[Tensor]] = defaultdict(list)  # (stage, name) -> those that had to change
     for tensor in look.tensors():
         parts = parts_of(tensor.name)
-        if look.is_comparable(tensor) or tensor.before is None or not changed.keys() >= set(parts):
+        if look.is_comparable(tensor, sent) or tensor.before is None or not changed.keys() >= set(parts):
             continue
         if any(changed[part] for part in parts):
             shards[look.now[tensor.rank].place[2], tensor.name].append(tensor)
@@ -217,7 +222,7 @@ class WeightCheck:
             return None
         records.slowest_ms = max(records.slowest_ms, ms_since(started))
         same = known is not None and known.instances == client.instances
-        comparable = known.comparable if known is not None and same else [set() for _ in ranks]
+        comparable = known.comparable if known is not None and same else [{} for _ in ranks]
         served = ServedWeights(client.instances, current, ranks, frozenset(), comparable)
         if records.sent is not None:
             served.learn(records.sent)

@@ -66,7 +66,7 @@ def _audit(audit: Mapping[str, Any] | None) -> list[Finding]:
     if not _int(audit, "rollouts"):
         return [Finding("warning", "The audit checked no rollout.")]
     largest = f"{audit['max_abs_logprob_diff']:.2g}" if "max_abs_logprob_diff" in audit else "?"
-    enough = (audit.get("verdict") or {}).get("outcome") != "not enough samples"
+    enough = (audit.get("verdict") or {}).get("outcome") not in ("not enough samples", "not decidable")
     text = f"Audit: 0 violations in {scale}; the largest difference of log-prob is {largest}{_concluded(audit)}."
     found = [Finding("good" if enough and audit.get("finished", True) else "warning", text)]
     if gone := _int(audit, "gone"):

@@ -29,14 +29,14 @@ def headers_of(source: Any) -> Checkpoint | None:
     if shapes is None:
         return None
     tensors = {
-        name: TensorHeader(tuple(shape), _DTYPES.get(str(dtype), str(dtype)))
+        name: TensorHeader(tuple(shape), SAFETENSORS_DTYPES.get(str(dtype), str(dtype)))
         for name, (shape, dtype) in shapes().items()
     }
     return Checkpoint(f"the trainer's {type(source).__name__}", tensors)
 
 
 # torch's names -> safetensors'.
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "torch.float64": "F64",
     "torch.float32": "F32",
     "torch.float16": "F16",

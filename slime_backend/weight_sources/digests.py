@@ -3,10 +3,11 @@
     digests = of_checkpoint(read_checkpoint(Path("runs/x/weights/v1")))
     digests["model.layers.0.self_attn.qkv_proj.weight"]     # what SGLang joins, under SGLang's name
 
-A tensor has a digest for each form in which an engine may keep it unchanged: as it is, and with rows of zeros up to a
-multiple of 64, as SGLang keeps embeddings (0.5.23, srt/layers/vocab_parallel_embedding.py). A digest is the first 8
-bytes of the SHA-256 of a tensor's bytes in row-major order, in hexadecimal: SGLang's own on a CPU (0.5.23,
-srt/managers/mm_utils.py, tensor_hash). Reads every byte once: at most a second for each GiB and core.
+A tensor has its dtype, since an engine converts another one, and a digest for each form in which an engine may keep it
+unchanged: as it is, and with rows of zeros up to a multiple of 64, as SGLang keeps embeddings (0.5.23,
+srt/layers/vocab_parallel_embedding.py). A digest is the first 8 bytes of the SHA-256 of a tensor's bytes in row-major
+order, in hexadecimal: SGLang's own on a CPU (0.5.23, srt/managers/mm_utils.py, tensor_hash). Reads every byte once: at
+most a second for each GiB and core.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from slime_backend.weight_sources.base import SAFETENSORS_DTYPES
 from slime_backend.weight_sources.checkpoint_check import Checkpoint
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 }
 BUFFER_BYTES = 1 << 18  # stays in a core's cache between the read and the digest
 ROWS = 64  # what SGLang pads the vocabulary to a multiple of
+# The dtype as safetensors names it, then a digest for each form.
 Forms = tuple[str, ...]
 _JOINED_IN = {part: fused for fused, parts in FUSED.items() for part in parts}
 
@@ -46,7 +49,7 @@ def of_checkpoint(found: Checkpoint) -> dict[str, Forms]:
         digest = hashlib.sha256()
         for part in parts:
             _read_into(digest, found, part)
-        digests[name] = _forms(digest, *_size(found, name))
+        digests[name] = (found.tensors[parts[0]].dtype, *_forms(digest, *_size(found, name)))
     return digests
 
 
@@ -95,18 +98,19 @@ class SentDigests:
     def taking(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same tensors, once each is digested."""
         for name, tensor in tensors:
-            self._take(name, _bytes(tensor), tuple(tensor.shape))
+            dtype = SAFETENSORS_DTYPES.get(str(tensor.dtype), str(tensor.dtype))
+            self._take(name, _bytes(tensor), tuple(tensor.shape), dtype)
             yield name, tensor
 
-    def _take(self, name: str, content: Any, shape: tuple[int, ...]) -> None:
-        self.digests[name] = _forms(hashlib.sha256(content), shape, len(content))
+    def _take(self, name: str, content: Any, shape: tuple[int, ...], dtype: str) -> None:
+        self.digests[name] = (dtype, *_forms(hashlib.sha256(content), shape, len(content)))
         joined = _joined_name(name)
         if not joined:
             return
         parts = self._open.setdefault(joined, _Joined(list(parts_of(joined))))
         parts.take(name, content)
         if not parts.missing:
-            self.digests[joined] = _forms(parts.digest, (), 0)
+            self.digests[joined] = (dtype, *_forms(parts.digest, (), 0))
             del self._open[joined]
 
 

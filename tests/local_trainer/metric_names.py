@@ -21,7 +21,7 @@ def logged() -> set[str]:
         "mixed_share": 0.0,
         "retracted_share": 0.0,
         "classes": count_classes([]),
-        # As loop._record puts them together.
+        # As loop._record_step puts them together.
         "staleness": {**count([]), "tokens_masked_ratio_low": 0, "tokens_masked_ratio_high": 0},
     }
     families = {

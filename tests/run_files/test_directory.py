@@ -140,6 +140,7 @@ def test_what_is_written_under_another_name_and_renamed_stands_once():
         "wandb_writer.py",  # W&B's directory
         "supervisor.py",  # the log of an engine that ended, before it starts again
         "disk.py",  # filled and removed on threads
+        "slime_job.py",  # a job's name, kept only where nobody else has given one meanwhile
         "checkpoint.py",  # weight_sources: inside of what isn't complete yet
     }
     assert renames("partial.rename(run_dir / FILE)")

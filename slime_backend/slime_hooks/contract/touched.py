@@ -104,7 +104,7 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
         Touch("UpdateWeightFromDiskDelta._reload_engines", ("self",)),
     ),
     "slime.utils.distributed_utils": (Touch("get_gloo_group", ()),),
-    # Rollouts: rollouts.py, generate_calls.py, rollout_ledger.py, stale_samples.py
+    # Rollouts: rollouts/functions.py, generate_calls.py, ledger.py, stale_samples.py
     "slime.utils.types": (
         Touch("Sample._apply_meta_info", ("args", "meta_info", "new_token_count", "update_terminal_info")),
         Touch("Sample.append_response_tokens", ("tokens", "log_probs", "trainable", "meta_info")),
@@ -148,7 +148,7 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
         Touch("wandb", bound=True),
     ),
     "slime.observability.metric_utils": (Touch("compute_rollout_step", ("args", "rollout_id")),),
-    # The trainer: importance.py, saved_weights.py
+    # The trainer: rollouts/importance.py, weights/saved_weights.py
     "slime.backends.megatron_utils.loss": (
         Touch(
             "vanilla_tis_function",  # whose place ours takes
