@@ -92,6 +92,7 @@ class Gateway:
                 "refused": quarantine.refused,
                 "latest": quarantine.latest(),
             },
+            "recent": self.plane.metrics.recent.to_json(),
             "publications": self.publisher.timeline[-12:],
             "store": await self.store.counts(),
         }

@@ -127,7 +127,7 @@ async def measure(name: str, engines: int, requests: Requests, place: Path, mode
                 }
                 (place / "c.yaml").write_text(json.dumps(config))
                 process = [sys.executable, "-m", "slime_backend.cli", "serve", str(place / "c.yaml"), "--json"]
-                url = await asyncio.to_thread(lambda: stack.enter_context(_gateway(process)))
+                url = await asyncio.to_thread(stack.enter_context, _gateway(process))
             else:
                 assert router is not None
                 url = stack.enter_context(_router(router, way, urls))

@@ -1,4 +1,4 @@
-"""Which engine a request goes to: to one with least to do, and of these to the one that has the most of it in its cache.
+"""Which engine a request goes to: to one with least to do, and of these to the one that has most of it in its cache.
 
     session    the engine of the session's last turn, unless it is crowded: SLACK requests more than the least busy
                engine, and half as many again

@@ -91,12 +91,19 @@ function classes(found) {
 }
 
 function draw(state) {
-  const { gate, store } = state;
+  const { gate, store, recent } = state;
+  const confirmed = state.engines.filter((e) => e.status === "confirmed").length;
   el("policy").textContent = `${state.model} · ${state.policy}`;
+  document.body.classList.toggle("no-engine", confirmed === 0);
+  el("no-engine").hidden = confirmed > 0;
   el("figures").replaceChildren(
     card("weight version", state.version),
-    card("engines confirmed", `${state.engines.filter((e) => e.status === "confirmed").length} / ${state.engines.length}`),
+    card("engines confirmed", `${confirmed} / ${state.engines.length}`),
     card("requests inside", count(gate.inside)),
+    card("requests a second", recent.requests_per_s.toFixed(1)),
+    card("tokens a second", count(Math.round(recent.tokens_per_s))),
+    card("p50 / p90 / p99", [50, 90, 99].map((q) => ms(recent[`p${q}_ms`])).join(" / ")),
+    card("failed", percent(recent.error_rate)),
     card("turns stored", count(Object.values(store.states).reduce((a, b) => a + b, 0))),
     card("sessions", count(store.sessions)),
     card("samples trained", count(store.trained)),
@@ -116,7 +123,8 @@ function draw(state) {
     line("told to come again", count(gate.refused)),
     line("trajectories", count(store.trajectories)),
     line("scored, not trained", count(store.scored - store.trained)),
-    line("under a lease", count(store.leased)),
+    line("under a lease that holds", count(store.leased)),
+    line("under one that ran out", count(store.expired)),
     line("clients that left", count(store.states.disconnected)),
     line("requests that failed", count(store.states.failed)),
     line("given up: an engine ended during them", count(state.quarantine.count)),
@@ -134,11 +142,22 @@ function headers() {
   return token ? { authorization: `Bearer ${token}` } : {};
 }
 
+// Resolves with the next token that somebody enters: a wrong one isn't tried again.
+function signIn(wrong) {
+  el("sign-in").hidden = false;
+  el("wrong").hidden = !wrong;
+  live(wrong ? "wrong token" : "admin token needed", "bad");
+  return new Promise((entered) => {
+    el("sign-in").addEventListener("submit", () => entered(), { once: true });
+  });
+}
+
 async function ask(path) {
-  const answer = await fetch(path, { headers: headers() });
+  const sent = headers();
+  const answer = await fetch(path, { headers: sent });
   if (answer.status === 401 || answer.status === 403) {
-    el("sign-in").hidden = false;
-    throw new Error("admin token needed");
+    await signIn("authorization" in sent);
+    return ask(path);
   }
   if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
   el("sign-in").hidden = true;
@@ -157,7 +176,7 @@ async function follow() {
     const data = events.at(-1)?.split("\n").find((text) => text.startsWith("data: "));
     if (data) {
       draw(JSON.parse(data.slice(6)));
-      live("live", "good");
+      live(...(document.body.classList.contains("no-engine") ? ["no engine", "bad"] : ["live", "good"]));
     }
   }
 }
@@ -167,7 +186,7 @@ async function run() {
     try {
       if (still) {
         draw(await (await ask("/reef/state")).json());
-        return live("one look", "good");
+        return live("one look", document.body.classList.contains("no-engine") ? "bad" : "good");
       }
       await follow();
     } catch (error) {
@@ -180,7 +199,7 @@ async function run() {
 el("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("reef-admin-token", el("token").value.trim());
-  el("token").value = "";
+  el("wrong").hidden = true;
 });
 el("phases").append(
   ...PHASES.flatMap((name) => {

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from reef_service.store import groups, jobs, leases, samples
+from reef_service.store import counters, groups, jobs, leases, samples
 from reef_service.store.database import CALL_S, READERS, Database, OtherLayout
 from reef_service.store.errors import StoreError
 from reef_service.store.leases import Lease, Wish
@@ -138,7 +138,7 @@ class Store:
         return await self.read(lambda connection: samples.read_turn(connection, receipt))
 
     async def counts(self) -> dict[str, Any]:
-        return await self.read(samples.read_counts)
+        return await self.read(counters.read_counts)
 
     async def is_used(self, version: str) -> bool:
         """Return whether engines served a version of this name."""

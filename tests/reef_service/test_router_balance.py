@@ -1,4 +1,4 @@
-"""Requests are spread over the engines whatever they have in common, and find their prefixes where that costs nobody."""
+"""Requests are spread over the engines whatever they have in common, and find their prefixes where that is free."""
 
 from __future__ import annotations
 
