@@ -132,6 +132,55 @@ function draw(state) {
   );
 }
 
+// A version's colour: its place among those that the session was sampled by.
+const SHADES = ["accent", "load", "resume", "carried", "not_auditable", "flush", "mixed", "label"];
+
+function turn(t, shades, longest) {
+  const tokens = Math.max(1, t.output_tokens);
+  const parts = t.spans.map((s) => {
+    const share = (s.end - s.start) / tokens * (t.output_tokens / longest);
+    return [share, shades.get(s.version), `${s.version}: tokens ${s.start}..${s.end}`];
+  });
+  const bad = { failed: "bad", disconnected: "warning", spliced: "warning" }[t.state];
+  const word = make("span", `pill ${bad ?? "good"}`, bad ? t.state : t.class);
+  const size = `${count(t.prompt_tokens)} + ${count(t.output_tokens)} tokens`;
+  const named = make("span", "muted", `${t.receipt} · ${t.engine || "no engine"} · ${size} · ${ms(1000 * (t.finished_at - t.submitted_at))}`);
+  return make("div", "turn", make("div", "line", named, word), bar(parts));
+}
+
+function session(found) {
+  const versions = [...new Set(found.turns.flatMap((t) => t.spans.map((s) => s.version)))];
+  const shades = new Map(versions.map((v, i) => [v, SHADES[i % SHADES.length]]));
+  const longest = Math.max(1, ...found.turns.map((t) => t.output_tokens));
+  const branches = [...found.branches, { trajectory: -1 }];
+  const nodes = branches.flatMap((b) => {
+    const turns = found.turns.filter((t) => t.trajectory === b.trajectory);
+    if (b.trajectory < 0 && !turns.length) return [];
+    const score = b.score === null ? "no score" : `score ${b.score}`;
+    const marks = [b.group && `group ${b.group}`, score, b.place, b.trains && "trains", b.marked && "not to be trained on"];
+    const title = b.trajectory < 0 ? "in no branch: the client never had the answer" : `branch ${b.trajectory} · ${marks.filter(Boolean).join(" · ")}`;
+    return [make("h3", "", title), ...turns.map((t) => turn(t, shades, longest))];
+  });
+  const legend = make("p", "legend");
+  for (const [version, colour] of shades) {
+    const swatch = make("i");
+    swatch.style.background = `var(--${colour})`;
+    legend.append(swatch, version);
+  }
+  const left = found.turns_stored - found.turns.length;
+  const head = `${found.session}: ${count(found.turns_stored)} turns, ${count(found.branches_stored)} branches`;
+  return make("div", "", make("p", "muted", left ? `${head}; the first ${count(left)} aren't shown` : head), legend, ...nodes);
+}
+
+async function showSession(name) {
+  try {
+    el("session").replaceChildren(session(await (await ask(`/reef/sessions?name=${encodeURIComponent(name)}`)).json()));
+  } catch (error) {
+    const why = error.message === "HTTP 404" ? "there is no such session or receipt" : error.message;
+    el("session").replaceChildren(make("p", "reason", why));
+  }
+}
+
 function live(text, colour) {
   el("live").textContent = text;
   el("live").className = `pill ${colour}`;
@@ -200,6 +249,10 @@ el("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("reef-admin-token", el("token").value.trim());
   el("wrong").hidden = true;
+});
+el("find-session").addEventListener("submit", (event) => {
+  event.preventDefault();
+  showSession(el("session-name").value.trim());
 });
 el("phases").append(
   ...PHASES.flatMap((name) => {

@@ -21,6 +21,7 @@ from reef_service.store.repeats import StoredAnswer, read_answer
 from reef_service.store.reports import Report, add_report
 from reef_service.store.samples import StoredSample
 from reef_service.store.schema import meta, publications, turns
+from reef_service.store.sessions import read_session
 from reef_service.store.turns import History, Placed, Turn, VersionNumbers, add_turn, record_of
 from reef_service.store.writer import GRACE_S, Writer
 from slime_backend.provenance.records import RolloutRecord
@@ -136,6 +137,9 @@ class Store:
 
     async def turn(self, receipt: str) -> dict[str, Any] | None:
         return await self.read(lambda connection: samples.read_turn(connection, receipt))
+
+    async def session(self, name: str) -> dict[str, Any] | None:
+        return await self.read(lambda connection: read_session(connection, name))
 
     async def counts(self) -> dict[str, Any]:
         return await self.read(counters.read_counts)

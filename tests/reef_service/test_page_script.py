@@ -73,3 +73,32 @@ def test_a_wrong_token_says_so_and_is_tried_once(look, state):
     assert (wrong["hidden"]["sign-in"], wrong["hidden"]["wrong"], wrong["asked"]) == (False, False, 2)
     assert right["live"] == ["one look", "pill good"]
     assert (right["hidden"]["sign-in"], right["hidden"]["wrong"], right["asked"]) == (True, True, 3)
+
+
+def test_a_session_is_drawn_with_its_branches_and_spans(look, tmp_path, run_async):
+    async def work():
+        async with gateway_on(tmp_path, "yes") as (client, _, _):
+            for _ in range(2):
+                await client.post("/v1/chat/completions", CHAT, x_reef_session="a/b.c", x_reef_group="g")
+            await client.post("/reef/report", {"id": "r", "score": 0.25, "session": "a/b.c"})
+            found = (await client.get("/reef/sessions?name=a%2Fb.c"))[1]
+            by_receipt = (await client.get(f"/reef/sessions?name={found['turns'][0]['receipt']}"))[1]
+            missing = await client.get("/reef/sessions?name=nobody")
+            return found, by_receipt, missing, (await client.get("/reef/state"))[1]
+
+    found, by_receipt, missing, state = run_async(work())
+    assert by_receipt == found
+    assert missing[0] == 404
+    assert [(b["trajectory"], b["score"], b["trains"], b["place"]) for b in found["branches"]] == [
+        (0, 0.25, False, "scored"),
+        (1, 0.25, True, "scored"),
+    ]
+    assert [t["spans"][0]["version"] for t in found["turns"]] == ["v0", "v0"]
+    assert all(t["spans"][-1]["end"] == t["output_tokens"] > 0 for t in found["turns"])
+    path = "/reef/sessions?name=a%2Fb.c"
+    _, seen, none = look(state, answers={path: found}, sessions=["a/b.c", "nobody"])
+    shown = seen["shown"]["session"]
+    assert "branch 0 · group g · score 0.25 · scored" in shown
+    assert "branch 1 · group g · score 0.25 · scored · trains" in shown
+    assert all(t["receipt"] in shown for t in found["turns"])
+    assert "there is no such session" in none["shown"]["session"]
