@@ -106,7 +106,7 @@ function draw(state) {
     card("failed", percent(recent.error_rate)),
     card("turns stored", count(Object.values(store.states).reduce((a, b) => a + b, 0))),
     card("sessions", count(store.sessions)),
-    card("samples trained", count(store.trained)),
+    card("samples trained", count(store.trained + store.removed.trained)),
     card("up for", ago(state.now - state.started_at)),
   );
   el("engines").replaceChildren(...state.engines.map(engine));
@@ -125,6 +125,8 @@ function draw(state) {
     line("scored, not trained", count(store.scored - store.trained)),
     line("under a lease that holds", count(store.leased)),
     line("under one that ran out", count(store.expired)),
+    line("turns in the store", `${(store.bytes / 2 ** 20).toFixed(1)} MiB`),
+    line("sessions removed from it", count(store.removed.sessions)),
     line("clients that left", count(store.states.disconnected)),
     line("requests that failed", count(store.states.failed)),
     line("given up: an engine ended during them", count(state.quarantine.count)),

@@ -1,7 +1,8 @@
 """Numbers that the page and the metrics show, kept as rows are written, so that nobody scans the tables for them.
 
     turn:STATE:CLASS      turns                     trajectories, sessions      what there is
-    scored, trained       trajectories that are
+    scored, trained       trajectories that are     bytes                       of turns: tokens, log-probs, texts
+    removed:...           of what was removed since (retention.py)
 
 Each is changed in the transaction of what it counts. What a moment changes (leases run out) is counted when somebody
 asks, by indexes that hold nothing else.
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, insert, select, text
+from sqlalchemy import ColumnElement, Connection, bindparam, delete, func, insert, select, text, true
 
 from reef_service.store.schema import counters, leases, trajectories, turns
 
@@ -23,6 +24,7 @@ _ADD = text(
     "INSERT INTO counters (name, value) VALUES (:name, :value) "
     "ON CONFLICT (name) DO UPDATE SET value = counters.value + excluded.value"
 ).bindparams(bindparam("name"), bindparam("value"))
+SIZED = ("prompt_ids", "output_ids", "logprobs", "provenance", "answer")  # columns of turns that grow with them
 NEVER_TRAINED = ("disconnected", "failed")  # states of turns that have no provenance to be known or unknown
 
 
@@ -47,18 +49,36 @@ def count_again(connection: Connection) -> None:
 
 
 def scanned(connection: Connection) -> Counter[str]:
-    """Every counter as a scan of the tables has it; those of nothing are left out."""
+    """Every counter as a scan of the tables has it; those of nothing, and of what was removed, are left out."""
+    return _counted(connection, true(), true())
+
+
+def of_session(connection: Connection, name: str) -> Counter[str]:
+    """What the counters have of one session."""
+    return _counted(connection, turns.c.session == name, trajectories.c.session == name)
+
+
+def _counted(
+    connection: Connection, of_turns: ColumnElement[bool], of_trajectories: ColumnElement[bool]
+) -> Counter[str]:
     t = trajectories.c
     found: Counter[str] = Counter()
-    for state, name, count in connection.execute(
-        select(turns.c.state, turns.c["class"], func.count()).group_by(turns.c.state, turns.c["class"])
-    ):
+    size = sum((func.length(turns.c[name]) for name in SIZED[1:]), func.length(turns.c[SIZED[0]]))
+    by_kind = select(turns.c.state, turns.c["class"], func.count(), func.sum(size)).where(of_turns)
+    for state, name, count, stored in connection.execute(by_kind.group_by(turns.c.state, turns.c["class"])):
         found[of_turn(state, name)] = count
+        found["bytes"] += int(stored)
     total, scored, trained, sessions = connection.execute(
-        select(func.count(), func.count(t.scored_at), func.count(t.trained_at), func.count(func.distinct(t.session)))
+        select(
+            func.count(), func.count(t.scored_at), func.count(t.trained_at), func.count(func.distinct(t.session))
+        ).where(of_trajectories)
     ).one()
     found.update({"trajectories": total, "scored": scored, "trained": trained, "sessions": sessions})
     return +found
+
+
+def value_of(connection: Connection, name: str) -> int:
+    return connection.scalar(select(counters.c.value).where(counters.c.name == name)) or 0
 
 
 def read_counts(connection: Connection) -> dict[str, Any]:
@@ -69,8 +89,12 @@ def read_counts(connection: Connection) -> dict[str, Any]:
     """
     classes: Counter[str] = Counter()
     states: Counter[str] = Counter()
-    plain = {"trajectories": 0, "scored": 0, "trained": 0, "sessions": 0}
+    plain = {"trajectories": 0, "scored": 0, "trained": 0, "sessions": 0, "bytes": 0}
+    removed = {"turns": 0, "sessions": 0, "trained": 0}
     for name, value in connection.execute(select(counters.c.name, counters.c.value)):
+        if name.startswith("removed:"):
+            removed[name.removeprefix("removed:")] = value
+            continue
         if not name.startswith("turn:"):
             plain[name] = value
             continue
@@ -85,6 +109,7 @@ def read_counts(connection: Connection) -> dict[str, Any]:
         "classes": dict(+classes),
         "states": dict(+states),
         **plain,
+        "removed": removed,
         "leased": connection.scalar(under.where(trajectories.c.lease_ends >= now)),
         "expired": connection.scalar(under.where(trajectories.c.lease_ends < now)),
         "leases": connection.scalar(given.where(leases.c.ends_at >= now)),

@@ -93,10 +93,10 @@ def read_history(connection: Connection, session: str) -> list[tuple[str, Histor
     return [(row[0], History(row[1], row[2], row[3]), int(row[4])) for row in rows]
 
 
-def read_tokens(connection: Connection, receipt: str) -> list[int]:
-    """Prompt and output of a turn."""
-    row = connection.execute(select(turns.c.prompt_ids, turns.c.output_ids).where(turns.c.receipt == receipt)).one()
-    return [*unpack_ids(row.prompt_ids), *unpack_ids(row.output_ids)]
+def read_tokens(connection: Connection, receipt: str) -> list[int] | None:
+    """Prompt and output of a turn; None of one that isn't there, or any more."""
+    row = connection.execute(select(turns.c.prompt_ids, turns.c.output_ids).where(turns.c.receipt == receipt)).first()
+    return None if row is None else [*unpack_ids(row.prompt_ids), *unpack_ids(row.output_ids)]
 
 
 def read_turn(connection: Connection, receipt: str) -> dict[str, Any] | None:

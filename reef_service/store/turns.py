@@ -126,12 +126,14 @@ def add_turn(connection: Connection, turn: Turn, numbers: VersionNumbers) -> Pla
     if turn.parent is not None:
         depth += connection.scalar(_DEPTH, {"receipt": turn.parent}) or 0
     placed = _place(connection, turn, oldest, depth) if turn.state in CONTINUABLE else Placed(-1, forked=False)
-    connection.execute(_INSERT_TURN, {**_row(turn, placed, oldest), "depth": depth})
+    row = _row(turn, placed, oldest)
+    connection.execute(_INSERT_TURN, {**row, "depth": depth})
     if turn.key and turn.state in CONTINUABLE:
-        row = _key_row(turn)
-        if connection.execute(_FIND_KEY, row).first() is None:
-            connection.execute(_INSERT_KEY, row)
+        key = _key_row(turn)
+        if connection.execute(_FIND_KEY, key).first() is None:
+            connection.execute(_INSERT_KEY, key)
     changes = {counters.of_turn(turn.state, turn.rollout_class): 1}
+    changes["bytes"] = sum(len(row[name]) for name in counters.SIZED)
     if placed.begun:
         changes |= {"trajectories": 1, "sessions": int(not placed.forked)}
     counters.add(connection, changes)
