@@ -32,11 +32,11 @@ def remove_some(connection: Connection, limit: Limit) -> list[str]:
     found: list[str] = []
     if limit.trained_before is not None:
         query = _removable(min(limit.trained_before, limit.quiet_since), limit.trained_before)
-        found = list(connection.scalars(query.limit(AT_ONCE)))
+        found = [name for (name,) in connection.execute(query.limit(AT_ONCE))]
         for name in found:
             _remove(connection, name)
     if limit.most is not None and not found:
-        for name in connection.scalars(_removable(limit.quiet_since, None).limit(AT_ONCE)).all():
+        for (name,) in connection.execute(_removable(limit.quiet_since, None).limit(AT_ONCE)).all():
             if counters.value_of(connection, "bytes") <= limit.most:
                 break
             _remove(connection, name)

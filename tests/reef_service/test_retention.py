@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 from reef_service.store import open_store
 from reef_service.store.counters import scanned
@@ -123,19 +123,14 @@ def test_keys_of_removed_answers_may_be_used_again(store, run_async):
 def test_a_plan_that_touches_only_what_was_trained_on(store, run_async):
     if not store._database.is_sqlite:
         pytest.skip("PostgreSQL scans small tables whatever their indexes; its plans say nothing here")
-    asked = []
-
-    class Recorder:
-        def __init__(self, connection):
-            self.connection = connection
-
-        def scalars(self, query):
-            asked.append(query.compile(self.connection, compile_kwargs={"literal_binds": True}).string)
-            return self.connection.scalars(query)
 
     async def work():
-        await store.read(lambda c: remove_some(Recorder(c), Limit(1.0, None, 1.0)))
-        return await store.read(lambda c: c.exec_driver_sql(f"EXPLAIN QUERY PLAN {asked[0]}").all())
+        asked = []
+        listening = store._database.reading, "before_cursor_execute"
+        event.listen(*listening, lambda c, cursor, sql, values, *_: asked.append((sql, values)))
+        await store.read(lambda c: remove_some(c, Limit(1.0, None, 1.0)))
+        sql, values = asked[0]
+        return await store.read(lambda c: c.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}", values).all())
 
     told = [row[-1] for row in run_async(work())]
     assert not [line for line in told if line.startswith("SCAN")], told
@@ -153,7 +148,11 @@ def test_a_gateway_forgets_what_was_removed(tmp_path, run_async):
             while (await client.get(f"/reef/turns/{first}"))[0] == 200:
                 await until(lambda: "s" not in gateway.plane.sessions._sessions)
             again = await client.post(f"/reef/batches/{batch['lease']}/ack", {})
-            messages = [*CHAT["messages"], {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
+            messages = [
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "yes"},
+                {"role": "user", "content": "more"},
+            ]
             status, answer = await client.post(
                 "/v1/chat/completions", {**CHAT, "messages": messages}, x_reef_session="s"
             )
