@@ -22,6 +22,7 @@ from reef_service.api import (
     headers,
     openai_chat,
     openai_completions,
+    openai_responses,
     publications,
     sglang_generate,
     status,
@@ -32,7 +33,7 @@ from reef_service.lane import Lane
 from reef_service.security import Guard, Tokens, needed, read_token
 from slime_backend import __version__
 
-DATA_PLANE = (openai_chat, openai_completions, anthropic_messages, sglang_generate)
+DATA_PLANE = (openai_chat, openai_responses, openai_completions, anthropic_messages, sglang_generate)
 HEADERS = headers.describe_headers()
 PAGE = Path(__file__).parent / "page"
 _POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"

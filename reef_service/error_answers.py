@@ -14,6 +14,16 @@ from reef_service.errors import ApiError
 from reef_service.store import StoreError
 
 log = logging.getLogger(__name__)
+THERE_IS = (
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/completions",
+    "/v1/models",
+    "/generate",
+    "/reef/report",
+    "/docs",
+)
 ANSWERED = (ApiError, RequestValidationError, HTTPException, StoreError)
 
 
@@ -24,6 +34,8 @@ def answer_to(error: Exception, path: str) -> JSONResponse:
         answer = error
     elif isinstance(error, RequestValidationError):
         answer = _invalid(error.errors())
+    elif isinstance(error, HTTPException) and error.status_code == 404 and error.detail == "Not Found":
+        answer = ApiError(404, f"there is no {path[:200]}; there are {', '.join(THERE_IS)}, and more in /openapi.json")
     elif isinstance(error, HTTPException):
         answer, more = ApiError(error.status_code, str(error.detail)), dict(error.headers or {})
     else:  # where the database lies is nothing that agents are to know

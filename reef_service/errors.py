@@ -25,6 +25,9 @@ _OPENAI = {
 }
 
 
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code for a conversation that is too long
+
+
 class ApiError(ReefError):
     """This is an answer that is not a success. `message` names what was seen and what to do."""
 
@@ -55,7 +58,9 @@ class ApiError(ReefError):
         """Return the body in the shape of the API that `path` belongs to."""
         if path.startswith("/v1/messages"):
             kind = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            # Anthropic has no code for it: its clients look for these words.
+            words = f"prompt is too long: {self.message}" if self.code == CONTEXT_EXCEEDED else self.message
+            return {"type": "error", "error": {"type": kind, "message": words}}
         kind = _OPENAI.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 

@@ -120,7 +120,7 @@ async def running_gateway(
         store=store,
         tokenizer=tokenizer,
         gate=gate,
-        limits=_limits(config, model, tokenizer),
+        limits=_limits(config, model, tokenizer, await _engines_bound(fleet)),
         sessions=Sessions(store, most=config.sessions_in_memory, tokens=config.tokens_in_memory),
         metrics=metrics,
         model=config.model_name or model.name,
@@ -186,8 +186,20 @@ async def _note_version(publisher: Publisher, model: Path) -> None:
         publisher.link(version, model)
 
 
-def _limits(config: GatewayConfig, model: Path, tokenizer: ModelTokenizer) -> Limits:
-    found = Limits(_context(config, model), config.max_prompt_tokens, config.max_output_tokens)
+async def _engines_bound(fleet: Fleet) -> int | None:
+    """Return how many tokens of a prompt every engine takes: of a context SGLang keeps some for itself, and it alone
+    knows how many. None where no engine tells."""
+    infos = await asyncio.gather(
+        *(member.client.server_info() for member in fleet.members.values()), return_exceptions=True
+    )
+    found = [info.get("max_req_input_len") for info in infos if isinstance(info, dict)]
+    # It refuses a prompt of just so many.
+    return min((length - 1 for length in found if type(length) is int and length > 1), default=None)
+
+
+def _limits(config: GatewayConfig, model: Path, tokenizer: ModelTokenizer, engines: int | None) -> Limits:
+    prompt = config.max_prompt_tokens if engines is None else min(config.max_prompt_tokens, engines)
+    found = Limits(_context(config, model), prompt, config.max_output_tokens)
     return replace(found, characters=found.most * tokenizer.longest, values=found.prompt + MORE_VALUES)
 
 

@@ -32,10 +32,10 @@ FLOORS = [
     "fleet weight_sources",
     "engine_client engine_process",
     "evidence engine_plugin run_files",
-    "policy wire event_loop import_hooks",
+    "policy wire event_loop import_hooks command_line",
     "errors",
 ]
-LOOSE = {"policy", "wire", "evidence", "arguments", "errors", "import_hooks", "event_loop"}
+LOOSE = {"policy", "wire", "evidence", "arguments", "errors", "import_hooks", "event_loop", "command_line"}
 FLOOR = {f"slime_backend.{name}": number for number, names in enumerate(FLOORS) for name in names.split()}
 
 

@@ -173,3 +173,21 @@ def test_the_call_leaves_out_what_it_is_asked_to(run_async):
     ranks = run_async(scenario())
     assert [rank.place for rank in ranks] == [(0, 2, 0, 1), (1, 2, 0, 1)] * 2
     assert all(set(rank.digests) == set(TENSORS[:2]) for rank in ranks)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_publish_shows_what_happened_where_no_engine_is_confirmed(run_async, tmp_path, as_json):
+    """By the command itself: the report, and then the line and the code of a failure."""
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"w": torch.zeros(2)}, str(tmp_path / "model.safetensors"))
+
+    async def scenario():
+        async with FakeEngine() as engine:
+            engine.faults["/update_weights_from_disk"] = ["refuse"]
+            command = ["publish", "--checkpoint", str(tmp_path), "--version", "v9", "--engine", engine.url]
+            return await asyncio.to_thread(command_line, *command, *["--json"] * as_json)
+
+    done = run_async(scenario(), 60)
+    assert done.returncode == 1
+    assert (json.loads(done.stdout)["state"] == "failed") if as_json else ("retired: load:" in done.stdout)
+    assert done.stderr.startswith("reef-slime: publication of v9 failed on every engine: load:")

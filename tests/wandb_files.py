@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .wandb file in their order, each with its `_step`."""
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in read_wandb(path)
+        if record.WhichOneof("record_type") == "history"
+    ]
+
+
+def step_metrics(path: Path) -> dict[str, str]:
+    """Metric or pattern -> its step metric, as the file defines them."""
+    defined = [r.metric for r in read_wandb(path) if r.WhichOneof("record_type") == "metric"]
+    return {metric.name or metric.glob_name: metric.step_metric for metric in defined}
+
+
+def has_ended(path: Path) -> bool:
+    """Whether the run was closed."""
+    return any(record.WhichOneof("record_type") == "exit" for record in read_wandb(path))
 
 
 def read_wandb(path: Path) -> list:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from reef_service.api import common
-from reef_service.data_plane.answers import Answer, Delta, Done
+from reef_service.api import common, parameters
+from reef_service.data_plane.answers import Answer, Delta, Done, TokenRequest
+from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.prompts import Asked, from_messages
 from reef_service.errors import ApiError, bad_request
-from reef_service.text.answer_parser import Piece
+from reef_service.text.answer_parser import THINK, Piece
 from reef_service.text.messages import normalise, text_of
 
 router = APIRouter(tags=["data plane"])
+
+_REFUSED = {
+    "mcp_servers": "only the client's own tools work here",
+    "container": "only the client's own tools work here",
+}
 
 
 class MessagesRequest(common.Sampling):
@@ -29,6 +35,8 @@ class MessagesRequest(common.Sampling):
     stream: bool | None = False
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
 
 @router.post("/v1/messages", summary="Anthropic's messages, streamed or not")
@@ -41,14 +49,14 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
         api="messages",
         session=session,
         label=label,
-        sampling=body.sampling(),
+        sampling=body.sampling() | _format(body),
         max_tokens=body.max_tokens,
         stop=common.stop_texts(body.stop_sequences),
         stream=bool(body.stream),
         size=common.size_of(request),
+        one_call=bool((body.tool_choice or {}).get("disable_parallel_tool_use")),
     )
-    work = from_messages(plane, asked, _messages(body), tools=_tools(body))
-    tokens = await common.prepared(request, asked, work)
+    tokens = await common.prepared(request, asked, _work(plane, asked, body))
 
     def head(receipt: str, content: list[Any], prompt: int, output: int) -> dict[str, Any]:
         return {
@@ -95,9 +103,46 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", summary="How many tokens a prompt has")
 async def count_tokens(body: MessagesRequest, request: Request) -> JSONResponse:
     asked = Asked("messages", "", "", {}, 1, (), False, common.size_of(request))
-    work = from_messages(common.plane_of(request), asked, _messages(body), tools=_tools(body))
-    tokens = await common.prepared(request, asked, work)
+    tokens = await common.prepared(request, asked, _work(common.plane_of(request), asked, body))
     return JSONResponse({"input_tokens": len(tokens.prompt_ids)})
+
+
+def _work(plane: DataPlane, asked: Asked, body: MessagesRequest) -> Coroutine[Any, Any, TokenRequest]:
+    """Check what no field has, and make the prompt."""
+    parameters.check(body.model_extra, _REFUSED, MessagesRequest.model_fields)
+    conversation = _messages(body)
+    parameters.check_last(conversation)
+    return from_messages(plane, asked, conversation, tools=_tools(body), options=_thinking(plane, body))
+
+
+def _thinking(plane: DataPlane, body: MessagesRequest) -> dict[str, Any]:
+    """`disabled` is the template's to do: by the switch that Qwen's and GLM's have. A budget is only a bound of what a
+    model may think, and one that is there in any case by max_tokens."""
+    if (body.thinking or {}).get("type") != "disabled" or plane.tokenizer.template is None:
+        return {}
+    source = plane.tokenizer.template.source
+    if "enable_thinking" in source:
+        return {"enable_thinking": False}
+    if THINK in source:
+        raise bad_request("thinking can't be disabled: the model's chat template has no switch for it", "thinking")
+    return {}
+
+
+def _format(body: MessagesRequest) -> dict[str, Any]:
+    """SGLang's constraint for output_config.format; needs engines with a grammar backend."""
+    for name, value in (body.output_config or {}).items():
+        if name not in ("format", "effort") and value is not None:
+            raise bad_request(f"output_config.{name[:60]} is not supported; leave it out", "output_config")
+    wanted = (body.output_config or {}).get("format")
+    if wanted is None:
+        return {}
+    if (
+        not isinstance(wanted, dict)
+        or wanted.get("type") != "json_schema"
+        or not isinstance(wanted.get("schema"), dict)
+    ):
+        raise bad_request("output_config.format must be a json_schema with a schema", "output_config")
+    return {"json_schema": json.dumps(wanted["schema"])}
 
 
 def _tools(body: MessagesRequest) -> list[dict[str, Any]]:
@@ -130,10 +175,13 @@ def _messages(body: MessagesRequest) -> list[dict[str, Any]]:
         found.append({"role": "system", "content": text_of(body.system, "system")})
     for i, message in enumerate(body.messages):
         role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant"):
+        if role not in ("user", "assistant", "system"):
             raise bad_request(f"messages[{i}].role is {role!r}; there are user and assistant", "messages")
-        blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         where = f"messages[{i}].content"
+        if role == "system":  # Claude Code sends some of its own in the middle of a conversation
+            found.append({"role": "system", "content": text_of(content, where)})
+            continue
+        blocks = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
         found += (_from_assistant if role == "assistant" else _from_user)(blocks, where)
     return normalise(found)
 

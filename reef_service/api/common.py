@@ -25,7 +25,7 @@ from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.prompts import Asked
 from reef_service.data_plane.repeats import Replay
 from reef_service.data_plane.workers import LARGE
-from reef_service.errors import ApiError, bad_request
+from reef_service.errors import ApiError
 
 T = TypeVar("T")
 CLIENT_GONE = 499  # nobody reads it; it is for the access log
@@ -76,13 +76,6 @@ class Sampling(BaseModel):
 def with_temperature(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is given of `named`, with a temperature in any case: it is recorded."""
     return {"temperature": 1.0, **{name: value for name, value in named.items() if value is not None}}
-
-
-def refuse(values: Mapping[str, Any], why: Mapping[str, str]) -> None:
-    """Raise ApiError 400 for a setting that would change the answer and isn't supported; silence would be a lie."""
-    for name, reason in why.items():
-        if values.get(name) not in (None, False, 0, "", [], {}, 1 if name in ("n", "best_of") else None):
-            raise bad_request(f"{name} is not supported: {reason}", name)
 
 
 def stop_texts(stop: str | list[str] | None) -> tuple[str, ...]:

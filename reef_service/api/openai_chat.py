@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from reef_service.api import common
+from reef_service.api import common, parameters
 from reef_service.data_plane.answers import Delta, Done, TokenRequest
 from reef_service.data_plane.plane import DataPlane
 from reef_service.data_plane.prompts import Asked, from_messages
@@ -25,7 +25,6 @@ _REFUSED = {
     "logit_bias": "it would make the recorded log-probs those of another distribution",
     "functions": "give `tools`",
     "function_call": "give `tool_choice`",
-    "audio": "this gateway takes text only",
 }
 
 
@@ -39,6 +38,7 @@ class ChatRequest(common.Sampling):
     stream_options: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=512)
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
     logprobs: bool | None = False
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -78,9 +78,9 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 
 
 async def _asked(body: ChatRequest, request: Request) -> TokenRequest:
-    common.refuse(body.model_extra or {}, _REFUSED)
+    parameters.check(body.model_extra, _REFUSED, ChatRequest.model_fields)
     tools = _tools(body)
-    sampling = body.sampling() | _format(body.response_format)
+    sampling = body.sampling() | format_of(body.response_format)
     session, label = common.session_and_group(request)
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
@@ -94,9 +94,12 @@ async def _asked(body: ChatRequest, request: Request) -> TokenRequest:
         stop=common.stop_texts(body.stop),
         stream=bool(body.stream),
         size=common.size_of(request),
+        one_call=body.parallel_tool_calls is False,
     )
     plane = common.plane_of(request)
-    work = from_messages(plane, asked, normalise(body.messages), tools=tools, options=options)
+    conversation = normalise(body.messages)
+    parameters.check_last(conversation)
+    work = from_messages(plane, asked, conversation, tools=tools, options=options)
     return await common.prepared(request, asked, work)
 
 
@@ -114,7 +117,7 @@ def _tools(body: ChatRequest) -> list[dict[str, Any]]:
     return body.tools or []
 
 
-def _format(wanted: dict[str, Any] | None) -> dict[str, Any]:
+def format_of(wanted: dict[str, Any] | None) -> dict[str, Any]:
     """SGLang's constraint for a response_format; needs engines with a grammar backend."""
     kind = (wanted or {}).get("type", "text")
     if kind == "text":

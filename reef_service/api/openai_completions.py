@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from reef_service.api import common
+from reef_service.api import common, parameters
 from reef_service.api.openai_chat import error_event, finish_reason, usage_of
 from reef_service.data_plane.answers import Delta, Done
 from reef_service.data_plane.prompts import Asked, from_ids, from_text
-from reef_service.errors import bad_request
+from reef_service.errors import ApiError, bad_request
 
 router = APIRouter(tags=["data plane"])
 
@@ -38,7 +38,7 @@ class CompletionRequest(common.Sampling):
 
 @router.post("/v1/completions", summary="A text or token ids to go on with, streamed or not")
 async def completions(body: CompletionRequest, request: Request) -> Response:
-    common.refuse(body.model_extra or {}, _REFUSED)
+    parameters.check(body.model_extra, _REFUSED, CompletionRequest.model_fields)
     plane = common.plane_of(request)
     session, label = common.session_and_group(request)
     asked = Asked(
@@ -59,6 +59,15 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     work = (from_text if isinstance(prompt, str) else from_ids)(plane, asked, prompt)
     tokens = await common.prepared(request, asked, work)
 
+    def token_logprobs(ids: Sequence[int], logprobs: Sequence[float], offset: int) -> dict[str, Any]:
+        texts = [plane.tokenizer.text_of(i) for i in ids]
+        return {
+            "tokens": texts,
+            "token_logprobs": list(logprobs),
+            "top_logprobs": None,
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+        }
+
     def choice(text: str, finish: str | None, logprobs: Any = None) -> dict[str, Any]:
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
@@ -66,12 +75,16 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         return {"id": f"cmpl-{receipt}", "object": "text_completion", "created": common.now(), "model": plane.model}
 
     async def write(events: AsyncIterator[Delta | Done], receipt: str) -> AsyncIterator[bytes]:
-        shared = head(receipt)
+        shared, offset = head(receipt), 0
         async for event in events:
             if isinstance(event, Delta):
                 text = "".join(piece.text for piece in event.pieces)
-                if text:
-                    yield common.event({**shared, "choices": [choice(text, None)]})
+                logprobs = None
+                if body.logprobs is not None and event.ids:
+                    logprobs = token_logprobs(event.ids, event.logprobs, offset)
+                    offset += sum(map(len, logprobs["tokens"]))
+                if text or logprobs:
+                    yield common.event({**shared, "choices": [choice(text, None, logprobs)]})
                 continue
             last = {**shared, "choices": [choice("", finish_reason(event))], "reef": event.receipt()}
             yield common.event(last)
@@ -85,13 +98,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     def render(done: Done) -> dict[str, Any]:
         logprobs = None
         if body.logprobs is not None:
-            tokens = [plane.tokenizer.text_of(i) for i in done.record.output_ids]
-            logprobs = {
-                "tokens": tokens,
-                "token_logprobs": list(done.record.logprobs),
-                "top_logprobs": None,
-                "text_offset": [0, *accumulate(map(len, tokens))][: len(tokens)],
-            }
+            logprobs = token_logprobs(done.record.output_ids, done.record.logprobs, 0)
         answer = choice(done.answer.content, finish_reason(done), logprobs)
         return {
             **head(done.record.receipt),
@@ -105,6 +112,19 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 @router.get("/v1/models", summary="The model and its weight version")
 async def models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_model(request)]}
+
+
+@router.get("/v1/models/{name:path}", summary="The model, by its name")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    found = _model(request)
+    if name != found["id"]:
+        raise ApiError(
+            404, f"there is no model {name[:200]!r}; this gateway has {found['id']!r}", code="model_not_found"
+        )
+    return found
+
+
+def _model(request: Request) -> dict[str, Any]:
     plane = common.plane_of(request)
-    one = {"id": plane.model, "object": "model", "created": 0, "owned_by": "reef-slime", "root": plane.fleet.version}
-    return {"object": "list", "data": [one]}
+    return {"id": plane.model, "object": "model", "created": 0, "owned_by": "reef-slime", "root": plane.fleet.version}

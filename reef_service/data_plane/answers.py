@@ -71,6 +71,7 @@ class TokenRequest:
     keep_stop: bool = False  # whether a stop text stays in the text
     train: bool = True  # False: the client marked its branch as not to be trained on
     attempt: Attempt = Attempt()
+    closing: str = ""  # the one of `stop` that ends an answer as the model's own end does: it stays, and isn't named
 
 
 @dataclass(frozen=True, slots=True)

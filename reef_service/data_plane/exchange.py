@@ -184,7 +184,8 @@ class Exchange:
         if not places:
             return False
         place, self.stop_text = min(places)
-        kept = pending[: place + (len(self.stop_text) if self.request.keep_stop else 0)]
+        stays = self.request.keep_stop or self.stop_text == self.request.closing
+        kept = pending[: place + (len(self.stop_text) if stays else 0)]
         self._unsent = ""
         self._hand_on(generation, kept, last=True)
         return True
@@ -257,4 +258,5 @@ class Exchange:
             self.plane.sessions.add(request.session, record.receipt, history, tokens)
         self.plane.metrics.turn(record, state, request.api)
         cached = int(generation.meta.get("cached_tokens") or 0)
-        return Done(record, state, self.answer, finish, self.stop_text, cached, generation.meta, placed.trajectory)
+        stop = None if self.stop_text == request.closing else self.stop_text
+        return Done(record, state, self.answer, finish, stop, cached, generation.meta, placed.trajectory)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reef_service.errors import ApiError, bad_request
+from reef_service.errors import CONTEXT_EXCEEDED, ApiError, bad_request
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class Limits:
         return min(self.prompt, self.context - 1)
 
     def too_long(self, count: str) -> ApiError:
-        return bad_request(f"the prompt has {count} tokens; at most {self.prompt} are taken")
+        return _too_long(f"the prompt has {count} tokens; at most {self.prompt} are taken")
 
     def check_characters(self, count: int) -> None:
         """Raises ApiError 400 where so many characters can't be as few tokens as may be."""
         if count > self.characters:
-            raise bad_request(f"the prompt has {count} characters, which are more than {self.most} tokens in any case")
+            raise _too_long(f"the prompt has {count} characters, which are more than {self.most} tokens in any case")
 
     def output_for(self, prompt: int, asked: int | None) -> int:
         """Return how many tokens may be sampled. Raises ApiError 400 where there is no room for any."""
@@ -39,9 +39,14 @@ class Limits:
             raise self.too_long(f"{prompt}")
         room = min(self.output, self.context - prompt)
         if room < 1:
-            raise bad_request(f"the prompt has {prompt} tokens and leaves no room in a context of {self.context}")
+            raise _too_long(f"the prompt has {prompt} tokens and leaves no room in a context of {self.context}")
         if asked is None:
             return room
         if asked < 1:
             raise bad_request(f"max_tokens={asked} must be at least 1", "max_tokens")
         return min(asked, room)  # a bound, like any other
+
+
+def _too_long(message: str) -> ApiError:
+    """An agent that gets this code shortens its conversation instead of giving up."""
+    return ApiError(400, message, code=CONTEXT_EXCEEDED)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from reef_service.data_plane.admission import Gate
 from reef_service.data_plane.answers import TokenRequest
+from reef_service.data_plane.conversations import Conversations
 from reef_service.data_plane.generation import STOP_S, Generation
 from reef_service.data_plane.limits import Limits
 from reef_service.data_plane.repeats import Repeats
@@ -42,6 +43,7 @@ class DataPlane:
     router: Router = field(init=False)
     repeats: Repeats = field(init=False)
     workers: Workers = field(default_factory=Workers)
+    conversations: Conversations = field(default_factory=Conversations)
     exchanges: set[UnderWay] = field(default_factory=set)  # under way
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from reef_service.data_plane.workers import LARGE
 from reef_service.errors import bad_request
 from reef_service.store.turns import History
 from reef_service.text import messages as m
-from reef_service.text.answer_parser import CALL, THINK, AnswerParser
+from reef_service.text.answer_parser import CALL, END_CALL, THINK, AnswerParser
 from reef_service.text.stitching import next_tokens
 from reef_service.text.tokenizer import TooManyTokens
 
@@ -37,6 +37,7 @@ class Asked:
     stop: tuple[str, ...]
     stream: bool
     size: int = 0  # bytes of the body that it came in
+    one_call: bool = False  # the answer ends with its first tool call
 
 
 async def from_messages(
@@ -186,6 +187,7 @@ def _request(
     if least > most:
         name = engine_values.field(asked.api, "min_new_tokens")
         raise bad_request(f"{name}={least} is more than the {most} tokens that may be sampled here", name)
+    one_call = asked.one_call and parser is not None and parser.tools
     return TokenRequest(
         api=asked.api,
         session=asked.session,
@@ -195,6 +197,7 @@ def _request(
         sampling=sampling,
         stream=asked.stream,
         history=history,
-        stop=asked.stop,
+        stop=(*asked.stop, END_CALL) if one_call else asked.stop,
         parser=parser,
+        closing=END_CALL if one_call else "",
     )

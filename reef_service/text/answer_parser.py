@@ -43,6 +43,7 @@ class AnswerParser:
 
     def __init__(self, *, reasoning: bool, tools: bool, thinking_already: bool = False) -> None:
         """`thinking_already`: the prompt ends inside <think>, so the answer begins there."""
+        self.tools = tools
         self._tags = [tag for tag, wanted in ((THINK, reasoning), (CALL, tools)) if wanted]
         self._mode: Literal["reasoning", "content", "tool_call"] = "reasoning" if thinking_already else "content"
         self._rest = ""

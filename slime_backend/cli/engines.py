@@ -37,7 +37,7 @@ from slime_backend.fleet.doctor import Diagnosis, diagnose
 from slime_backend.fleet.membership import check_named
 from slime_backend.fleet.weights import VerifyWeights, WeightRecords
 from slime_backend.policy import Policy, decide
-from slime_backend.publication import PublicationReport, Step
+from slime_backend.publication import PublicationError, PublicationReport, Step
 from slime_backend.publication import publish as run_publication
 from slime_backend.transports import CheckpointTransport
 
@@ -65,26 +65,33 @@ def publish(
     """Publish a checkpoint, verified, to running engines. Exit code 1 if any isn't confirmed at the new version."""
     policy = decide(layout, sharing)  # type: ignore[arg-type]
     deadlines = Deadlines(deadline_pause_s, deadline_flush_s, deadline_load_s, deadline_control_s)
-    report = event_loop.run_until_signal(
-        publish_checkpoint(
-            policy,
-            engine,
-            checkpoint,
-            version,
-            holders(allow),
-            deadlines,
-            compare=compare,
-            finite=finite,
-            verify_weights=weights_mode(verify_weights),
-            keys=read_keys_of(api_key_env, admin_api_key_env),
-        )
+    publication = publish_checkpoint(
+        policy,
+        engine,
+        checkpoint,
+        version,
+        holders(allow),
+        deadlines,
+        compare=compare,
+        finite=finite,
+        verify_weights=weights_mode(verify_weights),
+        keys=read_keys_of(api_key_env, admin_api_key_env),
     )
+    try:
+        report = event_loop.run_until_signal(publication)
+    except PublicationError as error:
+        show_publication(error.report, as_json)
+        raise
+    show_publication(report, as_json)
+    if report.unconfirmed:
+        raise typer.Exit(1)
+
+
+def show_publication(report: PublicationReport, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(report.to_json()))
     else:
         print_report(report)
-    if report.unconfirmed:
-        raise typer.Exit(1)
 
 
 def doctor(

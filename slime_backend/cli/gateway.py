@@ -18,6 +18,7 @@ from reef_service.server import serving
 from reef_service.store import open_records, open_store
 from reef_service.supervisor import Supervisor
 from slime_backend import event_loop
+from slime_backend.command_line import command
 from slime_backend.config import ConfigError, EnginesConfig, ModelConfig, RunConfig
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet
@@ -62,7 +63,7 @@ def export(run_dir: Path, store_url: str | None) -> str:
             if record.receipt not in known:
                 ledger.append(record)
                 added += 1
-    return f"{added} turns added to the {len(known)} in {run_dir}; reef-slime audit {run_dir} recomputes them"
+    return f"{added} turns added to the {len(known)} in {run_dir}; {command('audit', run_dir)} recomputes them"
 
 
 async def _serve(

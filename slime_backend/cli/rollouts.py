@@ -13,6 +13,7 @@ import typer
 
 from slime_backend.audit.sampling import Plan
 from slime_backend.cli.options import fail
+from slime_backend.command_line import command
 from slime_backend.ledger.files import read_records
 from slime_backend.ledger.index import Query
 from slime_backend.ledger.reader import open_reader
@@ -129,7 +130,7 @@ def print_plan(run_dir: Path, probability: float, as_json: bool) -> None:
         f"to check a contaminated one with probability {probability:g}, if there is",
         *(
             f"  {'a single one' if row['one_in'] == plan.recorded else 'one in ' + str(row['one_in']):<14}"
-            f"reef-slime audit {run_dir} --rollouts {row['rollouts']}"
+            f"{command('audit', run_dir, '--rollouts', row['rollouts'])}"
             for row in rows
         ),
     ]

@@ -78,8 +78,9 @@ def register() -> None:
     names = requested_hooks()
     if not names:
         return
-    from slime_backend.engine_plugin import registry
+    from slime_backend.engine_plugin import registry, start_log
 
+    start_log.install()
     for name in names:
         try:
             status = importlib.import_module(HOOK_MODULES[name]).install()

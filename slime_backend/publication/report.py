@@ -41,7 +41,9 @@ class EngineOutcome:
 
     engine: str
     times: dict[Step, float] = field(default_factory=dict)  # of each step that it reached, confirmed or not
-    paused_ms: float | None = None  # from the pause being sent to the resume being answered; None: it never was
+    paused_ms: float | None = (
+        None  # from the pause being sent to the resume being answered; None: it wasn't shown to resume, or never paused
+    )
     in_flight: int = 0  # requests that its schedulers knew at the pause
     requests_retracted: int = 0
     tokens_to_prefill_again: int = 0

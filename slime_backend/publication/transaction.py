@@ -87,7 +87,7 @@ class Publication:
         self._readmit = readmit
         self._targets: list[_Target] = []  # what is resumed at the end
         self._refused: list[_Target] = []  # that the transport can't serve
-        self._confirmed: list[_Target] = []  # at the new version
+        self._confirmed: list[_Target] = []  # labelled as the new version; after the resume, those that also resumed
         self._started = 0.0  # the first pause, of time.perf_counter()
 
     async def run(self) -> PublicationReport:

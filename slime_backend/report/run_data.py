@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slime_backend.command_line import command
 from slime_backend.ledger.files import read_rollouts
 from slime_backend.ledger.index import Query
 from slime_backend.ledger.reader import LedgerReader, open_reader
@@ -90,7 +91,8 @@ def read_run(run_dir: Path) -> RunFiles:
     run.audit = _object(run, files.audit)
     if run.audit is None:
         run.missing.append(
-            f"There is no {files.audit.name}: the run did not reach its audit, or makes none; `reef-slime audit` does."
+            f"There is no {files.audit.name}: the run did not reach its audit, or makes none; "
+            f"`{command('audit', run_dir)}` does."
         )
     rollouts = _read_ledger(run)
     summary = _object(run, files.summary)

@@ -6,6 +6,7 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from slime_backend.command_line import command
 from slime_backend.provenance.records import RolloutRecord
 from slime_backend.report.charts import KIND_NAMES
 from slime_backend.report.span_svg import draw_svg
@@ -70,7 +71,8 @@ def key_figures(summary: Mapping[str, Any]) -> str:
 def audit(result: Mapping[str, Any] | None, violations: Sequence[Mapping[str, Any]]) -> str:
     if result is None:
         return (
-            "<p>This run was not audited at its end. <code>reef-slime audit RUN_DIR</code> prints an audit of it.</p>"
+            "<p>This run was not audited at its end. "
+            f"<code>{esc(command('audit'))} RUN_DIR</code> prints an audit of it.</p>"
         )
     verdict = result.get("verdict") or {}
     figures = [

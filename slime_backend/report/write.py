@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_backend import __version__
+from slime_backend.command_line import command
 from slime_backend.provenance.errors import ReportError
 from slime_backend.report import charts, sections, timeline
 from slime_backend.report.page import Section, page
@@ -44,7 +45,7 @@ def report_at_the_end(run_dir: Path, say: Callable[[str], None]) -> None:
         say(f"no report: {' '.join(str(error).split())}")
     except Exception as error:  # a row of a shape that nobody thought of
         log.debug("the report failed", exc_info=True)
-        say(f"no report: {type(error).__name__}: {error} (reef-slime report {run_dir} shows where)")
+        say(f"no report: {type(error).__name__}: {error} ({command('report', run_dir)} shows where)")
 
 
 def compose(run: RunFiles, plotly: str) -> str:

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from slime_backend import cpu
 from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
-from slime_backend.cpu.flags import GpuFlagError, cpu_flags
-from slime_backend.cpu.source import SourceMovedError
+from slime_backend.cpu.flags import cpu_flags
 from slime_backend.engine_process import plugin_entry
 from slime_backend.errors import ReefError
-from slime_backend.policy import PolicyError
-from slime_backend.slime_hooks import ray_start, refusals, worker_setup
+from slime_backend.slime_hooks import ray_start, refusals, summary, wandb_run, worker_setup
 from slime_backend.slime_hooks.contract import checkout, fit
-from slime_backend.slime_hooks.contract.symbols import ContractError
 from slime_backend.slime_hooks.rollouts.flags import set_rollout_functions
 
-WRONG_USE = 2
-USER_ERRORS = (
-    checkout.SlimeNotFoundError,
-    fit.SlimeMovedError,
-    plugin_entry.PluginNotInstalledError,
-    ContractError,
-    ray_start.RayStartedTooEarlyError,
-    PolicyError,
-    GpuFlagError,
-    SourceMovedError,
-    ReefError,
-)
+FAILED, WRONG_USE = 1, 2
 
 
 def run(script: str) -> None:
@@ -50,11 +37,15 @@ def run(script: str) -> None:
             plugin_entry.require()
         finish = at_end(args)
         ray_start.start(args)
-    except USER_ERRORS as error:
+    except ReefError as error:
         print(f"reef-slime: {error}", file=sys.stderr)
         sys.exit(WRONG_USE)
-    loop.train(args)
-    finish()
+
+    def train(args: Any) -> None:
+        loop.train(args)
+        finish()
+
+    train_to_the_end(train, args)
 
 
 def at_end(args: Any) -> Callable[[], None]:
@@ -65,6 +56,37 @@ def at_end(args: Any) -> Callable[[], None]:
     module = importlib.import_module(args.reef_rollout_function_path.rpartition(".")[0])
     make = getattr(module, "at_end", None)
     return make(args) if make is not None else lambda: None
+
+
+def train_to_the_end(train: Callable[[Any], Any], args: Any) -> None:
+    """Run slime's loop; whether it ends well or not, its last lines say what there is and where.
+
+    A job that fails ends this process with code 1, its traceback before the summary.
+    """
+    try:
+        train(args)
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        _end(args, failed=_in_one_line(error))
+        sys.exit(FAILED)
+    except BaseException as error:  # Ctrl-C, or sys.exit by whatever runs inside
+        _end(args, failed=type(error).__name__)
+        raise
+    _end(args)
+
+
+def _end(args: Any, failed: str = "") -> None:
+    if failed:
+        wandb_run.finish(args)
+    summary.print_summary(args, wandb_run.directory(), failed=failed)
+
+
+def _in_one_line(error: Exception) -> str:
+    """The error without the traceback that Ray puts into its text."""
+    cause = getattr(error, "cause", None) or error
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[-1] if lines else 'its traceback stands above'}"
 
 
 def parse(*, asynchronous: bool) -> Any:

@@ -7,7 +7,7 @@ import os
 from slime_backend.import_hooks import ModuleFunction, on_import
 from slime_backend.slime_hooks.engines import engine, servers
 from slime_backend.slime_hooks.rollouts import functions as rollouts
-from slime_backend.slime_hooks.weights import delta_disk, saved_weights, train_group, updaters
+from slime_backend.slime_hooks.weights import delta_disk, publication_rows, saved_weights, train_group, updaters
 
 # "off" leaves slime's own publications as they are: the negative control of tests and benchmarks.
 VARIABLE = "REEF_SLIME_PUBLICATIONS"
@@ -19,6 +19,7 @@ PUBLICATIONS: tuple[tuple[str, ModuleFunction], ...] = (
     *updaters.PATCHES,
     *delta_disk.PATCHES,
     *train_group.PATCHES,
+    *publication_rows.PATCHES,
 )
 ROLLOUTS: tuple[tuple[str, ModuleFunction], ...] = (*rollouts.PATCHES, *saved_weights.PATCHES)
 PATCHES = (*PUBLICATIONS, *ROLLOUTS)

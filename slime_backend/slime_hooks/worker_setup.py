@@ -7,7 +7,8 @@ their own (Ray 2.x, `worker_process_setup_hook`).
 from __future__ import annotations
 
 from slime_backend import cpu
-from slime_backend.slime_hooks import compat, patches
+from slime_backend.import_hooks import on_import
+from slime_backend.slime_hooks import compat, log_prefix, patches, wandb_run
 from slime_backend.slime_hooks.contract import checkout
 
 HOOK = "slime_backend.slime_hooks.worker_setup.setup"
@@ -15,8 +16,11 @@ HOOK = "slime_backend.slime_hooks.worker_setup.setup"
 
 def setup() -> None:
     """Make slime importable and register everything that is changed in it. May be called again."""
+    log_prefix.install()
     checkout.make_importable()
     if cpu.requested():
         cpu.install()
     compat.install()
+    for module_name, patch in wandb_run.PATCHES:
+        on_import(module_name, patch)
     patches.install()

@@ -56,7 +56,14 @@ def _elsewhere() -> dict[str, str]:
 
 
 def test_a_run_goes_on_from_it(saved: SlimeRun, slime_run: Callable[..., SlimeRun], tmp_path: Path) -> None:
-    run = slime_run("--disjoint-prefix-sharing", "--load", str(saved.directory / "saved"), "--num-rollout", "3")
+    run = slime_run(
+        "--disjoint-prefix-sharing",
+        "--load",
+        str(saved.directory / "saved"),
+        "--num-rollout",
+        "3",
+        "--override-opt-param-scheduler",
+    )
     assert run.returncode == 0, run.tail()
     assert run.logprob_diffs
     assert max(run.logprob_diffs) < 1e-5

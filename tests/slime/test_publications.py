@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from slime_backend.run_files.jsonl import read_jsonl
+from tests.slime.wandb_checks import only_wandb_file
+from tests.wandb_files import has_ended, history
 
 pytestmark = [pytest.mark.slime, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(1200)]
 
@@ -166,13 +168,27 @@ def test_the_second_request_of_a_group_finds_its_prompt_and_the_audit_finds_noth
 
 def test_an_engine_that_rejects_the_update_is_an_error_in_the_trainer(slime_run, tmp_path):
     """slime waits for ever in the broadcast that the engine never joins."""
-    run = slime_run(*RUN_DIR, *("--reef-load-timeout", "60"), environment={**fault(tmp_path)})
+    wandb = ("--use-wandb", "--wandb-mode", "offline", "--wandb-project", "p", "--wandb-group", "g")
+    run = slime_run(
+        *RUN_DIR,
+        *("--reef-load-timeout", "60", *wandb, "--wandb-dir", "{dir}/wandb"),
+        environment={**fault(tmp_path)},
+    )
     assert (tmp_path / "rejecting").exists()
     assert run.returncode not in (0, 124), run.tail()
     assert "EngineRejectedUpdate" in run.log
     assert "a fault that the test put in" in run.log
     (first, second) = publications(run)
     assert (first["state"], second["state"]) == ("resumed", "failed")
+    # What the job logged before is in its closed W&B run, and the summary stands after the traceback.
+    file = only_wandb_file(run.directory)
+    rows = history(file)
+    assert [row["reef/publication/version"] for row in rows if "reef/publication/version" in row] == [1]
+    assert [row["train/step"] for row in rows if "train/step" in row] == [0]
+    assert has_ended(file)
+    last = run.log[run.log.rindex("Traceback") :]
+    assert "reef-slime: the job ended early: EngineRejectedUpdate: " in last
+    assert "reef-slime: 2 publications, 1 verified on every engine; not so: version 2 " in last
 
 
 def test_without_us_the_rejection_hangs_the_trainer(slime_run, tmp_path):

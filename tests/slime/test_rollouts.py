@@ -3,8 +3,6 @@ ledger, its audit, and metrics in slime's own W&B run. Every rollout but the fir
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from slime_backend.audit.audit import audit_run
@@ -12,7 +10,8 @@ from slime_backend.ledger.index import Query
 from slime_backend.ledger.reader import open_reader
 from slime_backend.run_files.jsonl import read_jsonl
 from slime_backend.simulation.models import load_model
-from tests.wandb_files import read_wandb
+from tests.slime.wandb_checks import assert_closing_summary, assert_w_and_b_is_complete, only_wandb_file
+from tests.wandb_files import history
 
 pytestmark = [pytest.mark.slime, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -28,7 +27,7 @@ FLAGS = (
     ),
     *("--max-version-lag", "0", "--staleness", "mask_tokens"),
     *("--use-wandb", "--wandb-mode", "offline", "--wandb-project", "p", "--wandb-group", "g"),
-    *("--disable-wandb-random-suffix", "--wandb-dir", "{dir}/wandb"),
+    *("--wandb-dir", "{dir}/wandb"),  # with slime's random suffix, as its own scripts have it
 )
 
 
@@ -87,13 +86,22 @@ def test_the_audit_finds_nothing_and_would_have(run):
 
 
 def test_metrics_are_in_slime_s_own_w_and_b_run(run):
-    rows = []
-    for path in (run.directory / "wandb").rglob("*.wandb"):
-        for record in read_wandb(path):
-            if record.WhichOneof("record_type") == "history":
-                rows.append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+    rows = history(only_wandb_file(run.directory))
     ours = [row for row in rows if "reef/version_lag_max" in row]
     assert [(row["rollout/step"], row["reef/version_lag_max"]) for row in ours] == [(0, 0), (1, 1), (2, 1)]
     assert all(row["reef/audit_contradictions"] == row["reef/samples_without_spans"] == 0 for row in ours)
     assert all(row["reef/class_pure"] == SAMPLES for row in ours)
     assert len([row for row in rows if "rollout/response_len/mean" in row]) == ROLLOUTS  # slime's own are there too
+
+
+def test_w_and_b_has_every_publication_and_every_training_step_once(run):
+    assert_w_and_b_is_complete(run, steps=ROLLOUTS)
+
+
+def test_the_last_lines_say_what_there_is_and_where(run):
+    assert_closing_summary(run, publications=ROLLOUTS + 1)
+    assert f"audit {run.directory / 'reef'}" in run.log
+
+
+def test_a_start_that_succeeded_shows_no_traceback(run):
+    assert "Traceback" not in run.log

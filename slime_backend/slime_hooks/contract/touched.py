@@ -75,6 +75,7 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
         Touch("RolloutManager.onload_weights", ("self",)),
     ),
     "slime.ray.actor_group": (
+        Touch("RayTrainGroup.async_train", ("rollout_id",)),
         Touch("RayTrainGroup._reload_rollout_weights_from_disk", ("disk_weight_dir", "weight_version")),
         Touch("ray", bound=True),
     ),
@@ -135,7 +136,17 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
     "slime.observability.rollout_metrics": (
         Touch("log_rollout_data", ("rollout_id", "args", "samples", "rollout_extra_metrics", "rollout_time")),
     ),
-    "slime.observability.logging_utils": (Touch("log", ("args", "metrics", "step_key")),),
+    "slime.observability.logging_utils": (
+        Touch("log", ("args", "metrics", "step_key")),
+        Touch("finish_tracking", ("args",)),
+    ),
+    # The W&B run: wandb_run.py
+    "slime.observability.wandb_utils": (
+        Touch("init_wandb_primary", ("args",)),
+        Touch("init_wandb_secondary", ("args", "role")),
+        Touch("_init_wandb_common", ()),
+        Touch("wandb", bound=True),
+    ),
     "slime.observability.metric_utils": (Touch("compute_rollout_step", ("args", "rollout_id")),),
     # The trainer: importance.py, saved_weights.py
     "slime.backends.megatron_utils.loss": (
@@ -144,7 +155,12 @@ TOUCHED: Mapping[str, tuple[Touch, ...]] = {
             ("args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "**kwargs"),
         ),
     ),
-    "slime.backends.megatron_utils.actor": (Touch("MegatronTrainRayActor.update_weights", ("self",)),),
+    "slime.backends.megatron_utils.actor": (
+        Touch("MegatronTrainRayActor.update_weights", ("self",)),
+        Touch("MegatronTrainRayActor.init", ("args", "role")),
+        Touch("MegatronTrainRayActor.train", ("rollout_id",)),
+        Touch("is_megatron_main_rank", bound=True),
+    ),
     "slime.backends.megatron_utils.hf_checkpoint_saver": (
         Touch("save_hf_model_to_path", ("args", "output_dir", "model")),
     ),

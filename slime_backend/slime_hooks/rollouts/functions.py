@@ -37,7 +37,6 @@ class _Run:
     ledger: RolloutLedger | None = None
     first_rollout: int | None = None
     decided: dict[int, list[Decision]] = field(default_factory=dict)  # of the rollout at work
-    metrics_defined: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -142,11 +141,6 @@ def _log(args: Any, rollout_id: int, values: dict[str, float | int]) -> None:
         from slime.utils import logging_utils
         from slime.utils.metric_utils import compute_rollout_step
 
-    if args.use_wandb and not _run.metrics_defined:
-        import wandb
-
-        wandb.define_metric("reef/*", step_metric="rollout/step")
-        _run.metrics_defined = True
     row = {**values, "rollout/step": compute_rollout_step(args, rollout_id)}
     logging_utils.log(args, row, step_key="rollout/step")
 

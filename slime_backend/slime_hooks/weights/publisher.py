@@ -164,7 +164,7 @@ class SlimePublisher:
             raise PublicationFailed(f"the publication ended early: {type(error).__name__}: {error}") from error
         self._record(report)
         self.settle_routing()
-        figures = {**publication_metrics(report), "retired": len(report.unconfirmed)}
+        figures = {**publication_metrics(report), "retired": len(report.unconfirmed), "version": int(report.version)}
         return {f"{FAMILY}/{name}": float(value) for name, value in figures.items()}
 
     def _record(self, report: PublicationReport) -> None:

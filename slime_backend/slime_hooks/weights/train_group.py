@@ -10,6 +10,7 @@ from slime_backend.import_hooks import ModuleFunction
 from slime_backend.slime_hooks.engines.ray_engines import RayEngines
 from slime_backend.slime_hooks.weights import publisher as publishers
 from slime_backend.slime_hooks.weights.disk_reload import DiskReload
+from slime_backend.slime_hooks.weights.publication_rows import log_from_driver, log_from_trainer
 
 
 def _publish_in_driver(module: Any) -> None:
@@ -21,8 +22,10 @@ def _publish_in_driver(module: Any) -> None:
         try:
             if actors:
                 figures = _publish(self, actors, disk_weight_dir, weight_version)
-                # The trainer logs them with its step; a released one (--release-train) isn't there to.
-                ray.get([actor.reef_note_publication.remote(figures) for actor in self._actor_handlers])
+                if self._actor_handlers:
+                    ray.get([actor.reef_note_publication.remote(figures) for actor in self._actor_handlers])
+                else:  # --release-train: the trainer is gone
+                    log_from_driver(self, figures)
         finally:
             if not args.update_weight_disk_keep_files:
                 shutil.rmtree(disk_weight_dir, ignore_errors=True)
@@ -47,6 +50,7 @@ def _publish(group: Any, actors: list[Any], directory: Path, version: str) -> di
 def _take_figures(module: Any) -> None:
     def reef_note_publication(self: Any, figures: dict[str, float]) -> None:
         self.weight_updater.update_weight_metrics.update(figures)
+        log_from_trainer(self, module.is_megatron_main_rank())
 
     module.MegatronTrainRayActor.reef_note_publication = reef_note_publication
 
