@@ -44,7 +44,7 @@ def remove_some(connection: Connection, limit: Limit) -> list[str]:
     return found
 
 
-def _removable(quiet_since: float, trained_before: float | None) -> Select[tuple[str]]:
+def _removable(quiet_since: float, trained_before: float | None) -> Select[str]:
     """Sessions of which something was trained on and nothing can be any more, the oldest training first."""
     first, other = trajectories.c, trajectories.alias("other")
     o = other.c
