@@ -45,6 +45,8 @@ class GatewayConfig(BaseModel):
     quarantine_s: float = Field(
         600.0, ge=0, description="how long a request that an engine ended during is known again"
     )
+    keep_trained_s: float | None = Field(None, ge=0, description="how long a session is kept after its training")
+    keep_gib: float | None = Field(None, gt=0, description="of turns; above it sessions go that were trained on")
     watch_s: float = Field(2.0, gt=0, description="between two looks at the engines")
 
     @model_validator(mode="after")

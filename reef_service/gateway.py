@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from reef_service.data_plane.sessions import Sessions
 from reef_service.descriptors import connections_that_fit
 from reef_service.metrics import Metrics
 from reef_service.publisher import Publisher, brief
+from reef_service.retention import Retention
 from reef_service.store import Store, StoreError
 from reef_service.text.tokenizer import ModelTokenizer
 from reef_service.watch import Watch
@@ -92,6 +93,7 @@ class Gateway:
                 "refused": quarantine.refused,
                 "latest": quarantine.latest(),
             },
+            "recent": self.plane.metrics.recent.to_json(),
             "publications": self.publisher.timeline[-12:],
             "store": await self.store.counts(),
         }
@@ -133,13 +135,14 @@ async def running_gateway(
     fleet.quarantine.keep_s = config.quarantine_s
     publisher = Publisher(fleet, gate, store, metrics, RunDir(run_dir).all_weights if run_dir else None)
     await _note_version(publisher, model)
-    looking = asyncio.create_task(watch.run())
+    retention = Retention(store, plane.sessions, config.keep_trained_s, config.keep_gib)
+    tasks = [asyncio.create_task(work) for work in (watch.run(), retention.run())]
     try:
         yield Gateway(config, plane, publisher, watch, connections)
     finally:
-        looking.cancel()
-        with suppress(asyncio.CancelledError):
-            await looking
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await plane.close(0)
         plane.workers.close()
 

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from reef_service.connections import Connections
+from reef_service.recent import Recent
 from reef_service.store.turn_classes import class_of
 from slime_backend.fleet import Fleet
 from slime_backend.provenance.records import RolloutRecord
@@ -49,6 +50,7 @@ class Metrics:
         self.reports = Counter("reef_reports", "Reports stored, retries included", registry=r)
         self.leased = Counter("reef_samples_leased", "Samples given to trainers", registry=r)
         self.acked = Counter("reef_samples_trained", "Samples acknowledged", registry=r)
+        self.recent = Recent()
         self.on_turn: Callable[[RolloutRecord], None] = lambda record: None
         r.register(_Live(fleet, gate))
 
@@ -60,7 +62,10 @@ class Metrics:
         self.turns.labels(api, state, rollout_class).inc()
         self.tokens.labels("prompt").inc(len(record.prompt_ids))
         self.tokens.labels("output").inc(len(record.output_ids))
-        self.seconds.observe(max(0.0, record.finished_at - record.submitted_at))
+        seconds = max(0.0, record.finished_at - record.submitted_at)
+        self.seconds.observe(seconds)
+        if state != "disconnected":  # the client's own doing, and as long as it wished
+            self.recent.add(seconds, len(record.output_ids), failed=state == "failed")
         self.on_turn(record)
 
     def publication(self, report: PublicationReport) -> None:

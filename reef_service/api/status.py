@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from reef_service.api.common import dumps, event
+from reef_service.api.feedback import NO_NUL
+from reef_service.errors import ApiError
 from reef_service.gateway import Gateway
 
 router = APIRouter(tags=["status"])
@@ -42,6 +44,16 @@ async def metrics(request: Request) -> Response:
 @router.get("/reef/state", summary="Engines, publications, provenance classes, queue")
 async def state(request: Request) -> dict[str, Any]:
     found: dict[str, Any] = await request.app.state.gateway.state()
+    return found
+
+
+@router.get("/reef/sessions", summary="A session's branches, scores and turns, by its name or a turn's receipt")
+async def session(
+    request: Request, name: Annotated[str, Query(min_length=1, max_length=200, pattern=NO_NUL)]
+) -> dict[str, Any]:
+    found: dict[str, Any] | None = await request.app.state.gateway.store.session(name)
+    if found is None:
+        raise ApiError(404, f"there is no session {name!r}, and no turn of that receipt")
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from reef_service.store import Store
@@ -56,8 +56,16 @@ class Sessions:
         mine.sort(key=lambda entry: (entry[0].length, entry[1]), reverse=True)
         for history, _, receipt in mine:
             if digest_of(history.length) == history.digest:
-                return Parent(receipt, history, await self._tokens_of(receipt))
+                tokens_of = await self._tokens_of(receipt)
+                return None if tokens_of is None else Parent(receipt, history, tokens_of)
         return None
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Sessions that were removed from the store."""
+        for name in names:
+            session = self._sessions.pop(name, None)
+            for receipt in session.turns if session else [name]:  # one without a name is called as its receipt
+                self._held -= len(self._tokens.pop(receipt, ()))
 
     def leaves(self, session: str, parent: str | None, prompt: Sequence[int]) -> list[int]:
         """Return where a prompt leaves the tokens of the turn that it goes on from, and of the session's last turn.
@@ -89,12 +97,14 @@ class Sessions:
             self._sessions.popitem(last=False)
         return known
 
-    async def _tokens_of(self, receipt: str) -> list[int]:
+    async def _tokens_of(self, receipt: str) -> list[int] | None:
         held = self._tokens.get(receipt)
         if held is not None:
             self._tokens.move_to_end(receipt)
             return held.tolist()
         tokens = await self.store.tokens(receipt)
+        if tokens is None:  # removed since
+            return None
         self._hold(receipt, array("i", tokens))
         return tokens
 

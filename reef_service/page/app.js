@@ -91,15 +91,22 @@ function classes(found) {
 }
 
 function draw(state) {
-  const { gate, store } = state;
+  const { gate, store, recent } = state;
+  const confirmed = state.engines.filter((e) => e.status === "confirmed").length;
   el("policy").textContent = `${state.model} · ${state.policy}`;
+  document.body.classList.toggle("no-engine", confirmed === 0);
+  el("no-engine").hidden = confirmed > 0;
   el("figures").replaceChildren(
     card("weight version", state.version),
-    card("engines confirmed", `${state.engines.filter((e) => e.status === "confirmed").length} / ${state.engines.length}`),
+    card("engines confirmed", `${confirmed} / ${state.engines.length}`),
     card("requests inside", count(gate.inside)),
+    card("requests a second", recent.requests_per_s.toFixed(1)),
+    card("tokens a second", count(Math.round(recent.tokens_per_s))),
+    card("p50 / p90 / p99", [50, 90, 99].map((q) => ms(recent[`p${q}_ms`])).join(" / ")),
+    card("failed", percent(recent.error_rate)),
     card("turns stored", count(Object.values(store.states).reduce((a, b) => a + b, 0))),
     card("sessions", count(store.sessions)),
-    card("samples trained", count(store.trained)),
+    card("samples trained", count(store.trained + store.removed.trained)),
     card("up for", ago(state.now - state.started_at)),
   );
   el("engines").replaceChildren(...state.engines.map(engine));
@@ -116,12 +123,64 @@ function draw(state) {
     line("told to come again", count(gate.refused)),
     line("trajectories", count(store.trajectories)),
     line("scored, not trained", count(store.scored - store.trained)),
-    line("under a lease", count(store.leased)),
+    line("under a lease that holds", count(store.leased)),
+    line("under one that ran out", count(store.expired)),
+    line("turns in the store", `${(store.bytes / 2 ** 20).toFixed(1)} MiB`),
+    line("sessions removed from it", count(store.removed.sessions)),
     line("clients that left", count(store.states.disconnected)),
     line("requests that failed", count(store.states.failed)),
     line("given up: an engine ended during them", count(state.quarantine.count)),
     line("of these, refused when they came again", count(state.quarantine.refused)),
   );
+}
+
+// A version's colour: its place among those that the session was sampled by.
+const SHADES = ["accent", "load", "resume", "carried", "not_auditable", "flush", "mixed", "label"];
+
+function turn(t, shades, longest) {
+  const tokens = Math.max(1, t.output_tokens);
+  const parts = t.spans.map((s) => {
+    const share = (s.end - s.start) / tokens * (t.output_tokens / longest);
+    return [share, shades.get(s.version), `${s.version}: tokens ${s.start}..${s.end}`];
+  });
+  const bad = { failed: "bad", disconnected: "warning", spliced: "warning" }[t.state];
+  const word = make("span", `pill ${bad ?? "good"}`, bad ? t.state : t.class);
+  const size = `${count(t.prompt_tokens)} + ${count(t.output_tokens)} tokens`;
+  const named = make("span", "muted", `${t.receipt} · ${t.engine || "no engine"} · ${size} · ${ms(1000 * (t.finished_at - t.submitted_at))}`);
+  return make("div", "turn", make("div", "line", named, word), bar(parts));
+}
+
+function session(found) {
+  const versions = [...new Set(found.turns.flatMap((t) => t.spans.map((s) => s.version)))];
+  const shades = new Map(versions.map((v, i) => [v, SHADES[i % SHADES.length]]));
+  const longest = Math.max(1, ...found.turns.map((t) => t.output_tokens));
+  const branches = [...found.branches, { trajectory: -1 }];
+  const nodes = branches.flatMap((b) => {
+    const turns = found.turns.filter((t) => t.trajectory === b.trajectory);
+    if (b.trajectory < 0 && !turns.length) return [];
+    const score = b.score === null ? "no score" : `score ${b.score}`;
+    const marks = [b.group && `group ${b.group}`, score, b.place, b.trains && "trains", b.marked && "not to be trained on"];
+    const title = b.trajectory < 0 ? "in no branch: the client never had the answer" : `branch ${b.trajectory} · ${marks.filter(Boolean).join(" · ")}`;
+    return [make("h3", "", title), ...turns.map((t) => turn(t, shades, longest))];
+  });
+  const legend = make("p", "legend");
+  for (const [version, colour] of shades) {
+    const swatch = make("i");
+    swatch.style.background = `var(--${colour})`;
+    legend.append(swatch, version);
+  }
+  const left = found.turns_stored - found.turns.length;
+  const head = `${found.session}: ${count(found.turns_stored)} turns, ${count(found.branches_stored)} branches`;
+  return make("div", "", make("p", "muted", left ? `${head}; the first ${count(left)} aren't shown` : head), legend, ...nodes);
+}
+
+async function showSession(name) {
+  try {
+    el("session").replaceChildren(session(await (await ask(`/reef/sessions?name=${encodeURIComponent(name)}`)).json()));
+  } catch (error) {
+    const why = error.message === "HTTP 404" ? "there is no such session or receipt" : error.message;
+    el("session").replaceChildren(make("p", "reason", why));
+  }
 }
 
 function live(text, colour) {
@@ -134,11 +193,22 @@ function headers() {
   return token ? { authorization: `Bearer ${token}` } : {};
 }
 
+// Resolves with the next token that somebody enters: a wrong one isn't tried again.
+function signIn(wrong) {
+  el("sign-in").hidden = false;
+  el("wrong").hidden = !wrong;
+  live(wrong ? "wrong token" : "admin token needed", "bad");
+  return new Promise((entered) => {
+    el("sign-in").addEventListener("submit", () => entered(), { once: true });
+  });
+}
+
 async function ask(path) {
-  const answer = await fetch(path, { headers: headers() });
+  const sent = headers();
+  const answer = await fetch(path, { headers: sent });
   if (answer.status === 401 || answer.status === 403) {
-    el("sign-in").hidden = false;
-    throw new Error("admin token needed");
+    await signIn("authorization" in sent);
+    return ask(path);
   }
   if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
   el("sign-in").hidden = true;
@@ -157,7 +227,7 @@ async function follow() {
     const data = events.at(-1)?.split("\n").find((text) => text.startsWith("data: "));
     if (data) {
       draw(JSON.parse(data.slice(6)));
-      live("live", "good");
+      live(...(document.body.classList.contains("no-engine") ? ["no engine", "bad"] : ["live", "good"]));
     }
   }
 }
@@ -167,7 +237,7 @@ async function run() {
     try {
       if (still) {
         draw(await (await ask("/reef/state")).json());
-        return live("one look", "good");
+        return live("one look", document.body.classList.contains("no-engine") ? "bad" : "good");
       }
       await follow();
     } catch (error) {
@@ -180,7 +250,11 @@ async function run() {
 el("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem("reef-admin-token", el("token").value.trim());
-  el("token").value = "";
+  el("wrong").hidden = true;
+});
+el("find-session").addEventListener("submit", (event) => {
+  event.preventDefault();
+  showSession(el("session-name").value.trim());
 });
 el("phases").append(
   ...PHASES.flatMap((name) => {

@@ -19,6 +19,7 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
+from reef_service.store import counters
 from reef_service.store.errors import LeaseGone, UnknownLease
 from reef_service.store.groups import complete_groups
 from reef_service.store.schema import leases, trajectories
@@ -94,8 +95,12 @@ def ack(connection: Connection, lease_id: str, job: str | None = None) -> int:
             f"lease {lease_id} ran out or was given back, and {len(elsewhere)} of its {len(samples)} samples are no "
             "longer its own; what was trained on them must not be kept"
         )
+    newly = 0
     for session, number in samples:
-        connection.execute(_only(session, number).values(trained_at=now, lease_ends=None))
+        newly += connection.execute(
+            _only(session, number).where(trajectories.c.trained_at.is_(None)).values(trained_at=now, lease_ends=None)
+        ).rowcount
+    counters.add(connection, {"trained": newly})
     connection.execute(update(leases).where(leases.c.id == lease_id).values(acked_at=now))
     return len(samples)
 
@@ -106,6 +111,7 @@ def keep_own(connection: Connection, lease: Any, now: float) -> int:
     for session, number in samples_of(lease):
         own = _only(session, number).where(trajectories.c.lease == lease.id, trajectories.c.trained_at.is_(None))
         kept += connection.execute(own.values(trained_at=now, lease_ends=None)).rowcount
+    counters.add(connection, {"trained": kept})
     connection.execute(update(leases).where(leases.c.id == lease.id).values(released_at=now))
     return kept
 

@@ -1,6 +1,7 @@
 """Stores of earlier layouts are brought to this version's, in one transaction, when they are opened for writing.
 
 1 -> 2    leases of a job, one branch of a session that trains, answers that can be given again
+2 -> 3    counters
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from sqlalchemy.schema import CreateColumn
 
 from reef_service.store import schema
 from reef_service.store.choice import choose_branch
+from reef_service.store.counters import count_again
 from reef_service.store.turn_classes import NOT_AUDITABLE, class_of
 from reef_service.store.turns import record_of
 
@@ -100,4 +102,10 @@ def _class_again(connection: Connection) -> None:
         connection.execute(of_it.values({"class": NOT_AUDITABLE}))
 
 
-_STEPS: dict[int, Callable[[Connection], None]] = {1: _jobs_and_branches}
+def _counters(connection: Connection) -> None:
+    for table in (schema.trajectories, schema.leases):
+        _add_columns(connection, table)
+    count_again(connection)
+
+
+_STEPS: dict[int, Callable[[Connection], None]] = {1: _jobs_and_branches, 2: _counters}

@@ -10,6 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, insert, select, update
 
+from reef_service.store import counters
 from reef_service.store.choice import choose_branch
 from reef_service.store.errors import ReportConflict, UnknownReceipts
 from reef_service.store.schema import reports, trajectories, turns
@@ -57,26 +58,26 @@ def add_report(connection: Connection, report: Report) -> dict[str, Any]:
         return outcome
     concerned = _concerned(connection, report)
     now = time.time()
-    took, late = 0, []
+    took, newly, late = 0, 0, []
     values: dict[str, Any] = {}
     if report.score is not None:
         values |= {"score": report.score, "scored_at": now, "named": int(bool(report.receipts))}
     values |= {} if report.train else {"train": 0}
     for session, number in concerned if values else ():
+        t = trajectories.c
+        concerns = (t.session == session, t.number == number)
+        score_before = connection.execute(select(t.scored_at).where(*concerns)).scalar()
         result = connection.execute(
             update(trajectories)
-            .where(
-                trajectories.c.session == session,
-                trajectories.c.number == number,
-                trajectories.c.trained_at.is_(None),
-                trajectories.c.lease.is_(None) | (trajectories.c.lease_ends < now),
-            )
+            .where(*concerns, t.trained_at.is_(None), t.lease.is_(None) | (t.lease_ends < now))
             .values(values)
         )
         if result.rowcount:
             took += 1
+            newly += score_before is None and "scored_at" in values
         else:
             late.append({"session": session, "trajectory": number})
+    counters.add(connection, {"scored": newly})
     if values:
         for session in sorted({session for session, _ in concerned}):
             choose_branch(connection, session)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Column, Connection, func, select
+from sqlalchemy import Connection, func, select
 
 from reef_service.store.leases import Key
 from reef_service.store.packing import unpack_ids
-from reef_service.store.schema import leases, publications, trajectories, turns
+from reef_service.store.schema import publications, trajectories, turns
 from reef_service.store.turns import CONTINUABLE, History, record_of
 from slime_backend.provenance.records import RolloutRecord
 
@@ -93,10 +93,10 @@ def read_history(connection: Connection, session: str) -> list[tuple[str, Histor
     return [(row[0], History(row[1], row[2], row[3]), int(row[4])) for row in rows]
 
 
-def read_tokens(connection: Connection, receipt: str) -> list[int]:
-    """Prompt and output of a turn."""
-    row = connection.execute(select(turns.c.prompt_ids, turns.c.output_ids).where(turns.c.receipt == receipt)).one()
-    return [*unpack_ids(row.prompt_ids), *unpack_ids(row.output_ids)]
+def read_tokens(connection: Connection, receipt: str) -> list[int] | None:
+    """Prompt and output of a turn; None of one that isn't there, or any more."""
+    row = connection.execute(select(turns.c.prompt_ids, turns.c.output_ids).where(turns.c.receipt == receipt)).first()
+    return None if row is None else [*unpack_ids(row.prompt_ids), *unpack_ids(row.output_ids)]
 
 
 def read_turn(connection: Connection, receipt: str) -> dict[str, Any] | None:
@@ -111,30 +111,6 @@ def read_turn(connection: Connection, receipt: str) -> dict[str, Any] | None:
     return {**plain, **{k: data[k] for k in extra}}
 
 
-def read_counts(connection: Connection) -> dict[str, Any]:
-    """Count what the page and the metrics show of the store."""
-    classes = _counted(connection, turns.c["class"])
-    states = _counted(connection, turns.c.state)
-    t = trajectories.c
-    total, scored, trained, leased = connection.execute(
-        select(func.count(), func.count(t.scored_at), func.count(t.trained_at), func.count(t.lease_ends))
-    ).one()
-    open_leases = connection.scalar(
-        select(func.count()).where(leases.c.acked_at.is_(None), leases.c.released_at.is_(None))
-    )
-    sessions = connection.scalar(select(func.count(func.distinct(t.session))))
-    return {
-        "classes": {name or "unproven": count for name, count in classes.items()},
-        "states": states,
-        "trajectories": total,
-        "scored": scored,
-        "trained": trained,
-        "leased": leased,
-        "leases": open_leases,
-        "sessions": sessions,
-    }
-
-
 def read_publications(connection: Connection, limit: int) -> Sequence[dict[str, Any]]:
     """The newest first, as JSON without reports."""
     rows = connection.execute(select(publications).order_by(publications.c.number.desc()).limit(limit)).mappings()
@@ -144,8 +120,3 @@ def read_publications(connection: Connection, limit: int) -> Sequence[dict[str, 
 def read_is_used(connection: Connection, version: str) -> bool:
     named = select(publications.c.number).where(publications.c.version == version, publications.c.state != "failed")
     return connection.execute(named.limit(1)).first() is not None
-
-
-def _counted(connection: Connection, column: Column[str]) -> dict[str, int]:
-    """Value of a column -> how many rows have it."""
-    return {row[0]: row[1] for row in connection.execute(select(column, func.count()).group_by(column))}

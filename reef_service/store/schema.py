@@ -6,6 +6,7 @@
     reports        scores and texts from agents, by an id of theirs
     answer_keys    keys under which clients may ask for an answer again, of answers that are in `turns`
     publications   weight versions in the order in which the fleet came to them
+    counters       how many of what there are (counters.py)
 
 A trajectory takes further turns until it has a score, so what was scored is what is trained on, and each turn is
 trained on in one trajectory: its own. Of a session's trajectories one trains (`choice.py`).
@@ -28,7 +29,7 @@ from sqlalchemy import (
     Text,
 )
 
-LAYOUT = 2  # of the tables; written into `meta`
+LAYOUT = 3  # of the tables; written into `meta`
 tables = MetaData()
 
 meta = Table("meta", tables, Column("name", String, primary_key=True), Column("value", String, nullable=False))
@@ -89,6 +90,9 @@ trajectories = Table(
     Column("closed_at", Double),  # its group was closed without it: it is given to nobody
     Index("trajectories_by_score", "trained_at", "scored_at"),
 )
+# Of what a lease was given on and nothing else, so that it costs other rows nothing.
+_under_lease = trajectories.c.lease_ends.is_not(None)
+Index("trajectories_under_lease", trajectories.c.lease_ends, sqlite_where=_under_lease, postgresql_where=_under_lease)
 
 leases = Table(
     "leases",
@@ -104,6 +108,8 @@ leases = Table(
     Column("step", Integer),  # of the job
     Index("leases_of_job", "job", "step"),
 )
+_unsettled = leases.c.acked_at.is_(None) & leases.c.released_at.is_(None)
+Index("leases_unsettled", leases.c.ends_at, sqlite_where=_unsettled, postgresql_where=_unsettled)
 
 reports = Table(
     "reports",
@@ -135,4 +141,11 @@ publications = Table(
     Column("at", Double, nullable=False),
     # JSON of PublicationReport, "{}" where the version was found, not published.
     Column("report", Text, nullable=False),
+)
+
+counters = Table(
+    "counters",
+    tables,
+    Column("name", String, primary_key=True),
+    Column("value", BigInteger, nullable=False),
 )

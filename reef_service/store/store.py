@@ -13,14 +13,16 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
-from reef_service.store import groups, jobs, leases, samples
+from reef_service.store import counters, groups, jobs, leases, samples
 from reef_service.store.database import CALL_S, READERS, Database, OtherLayout
 from reef_service.store.errors import StoreError
 from reef_service.store.leases import Lease, Wish
 from reef_service.store.repeats import StoredAnswer, read_answer
 from reef_service.store.reports import Report, add_report
+from reef_service.store.retention import Limit, remove_some
 from reef_service.store.samples import StoredSample
 from reef_service.store.schema import meta, publications, turns
+from reef_service.store.sessions import read_session
 from reef_service.store.turns import History, Placed, Turn, VersionNumbers, add_turn, record_of
 from reef_service.store.writer import GRACE_S, Writer
 from slime_backend.provenance.records import RolloutRecord
@@ -66,6 +68,10 @@ class Store:
 
     async def close_groups(self, size: int, labels: Sequence[str] | None, idle_s: float) -> dict[str, int]:
         return await self.writer.write(lambda connection: groups.close_groups(connection, size, labels, idle_s))
+
+    async def remove_some(self, limit: Limit) -> list[str]:
+        """Remove a few of the sessions that the limit lets go; their names."""
+        return await self.writer.write(lambda connection: remove_some(connection, limit))
 
     async def add_publication(
         self, version: str, state: str, *, checkpoint: str = "", report: dict[str, Any] | None = None
@@ -131,14 +137,17 @@ class Store:
         """What a request was answered that came before. Raises KeyUsed."""
         return await self.read(lambda connection: read_answer(connection, session, request, key))
 
-    async def tokens(self, receipt: str) -> list[int]:
+    async def tokens(self, receipt: str) -> list[int] | None:
         return await self.read(lambda connection: samples.read_tokens(connection, receipt))
 
     async def turn(self, receipt: str) -> dict[str, Any] | None:
         return await self.read(lambda connection: samples.read_turn(connection, receipt))
 
+    async def session(self, name: str) -> dict[str, Any] | None:
+        return await self.read(lambda connection: read_session(connection, name))
+
     async def counts(self) -> dict[str, Any]:
-        return await self.read(samples.read_counts)
+        return await self.read(counters.read_counts)
 
     async def is_used(self, version: str) -> bool:
         """Return whether engines served a version of this name."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, RowMapping, bindparam, func, insert, select, update
 
+from reef_service.store import counters
 from reef_service.store.packing import pack_floats, pack_ids, unpack_floats, unpack_ids
 from reef_service.store.schema import answer_keys, publications, trajectories, turns
 from reef_service.store.turn_classes import class_of, stronger
@@ -59,6 +60,7 @@ class Placed:
 
     trajectory: int
     forked: bool  # it begins a trajectory although its session has others
+    begun: bool = False  # it begins a trajectory
 
 
 _OF_TIP = ("depth", "prompt_tokens", "train")
@@ -124,11 +126,17 @@ def add_turn(connection: Connection, turn: Turn, numbers: VersionNumbers) -> Pla
     if turn.parent is not None:
         depth += connection.scalar(_DEPTH, {"receipt": turn.parent}) or 0
     placed = _place(connection, turn, oldest, depth) if turn.state in CONTINUABLE else Placed(-1, forked=False)
-    connection.execute(_INSERT_TURN, {**_row(turn, placed, oldest), "depth": depth})
+    row = _row(turn, placed, oldest)
+    connection.execute(_INSERT_TURN, {**row, "depth": depth})
     if turn.key and turn.state in CONTINUABLE:
-        row = _key_row(turn)
-        if connection.execute(_FIND_KEY, row).first() is None:
-            connection.execute(_INSERT_KEY, row)
+        key = _key_row(turn)
+        if connection.execute(_FIND_KEY, key).first() is None:
+            connection.execute(_INSERT_KEY, key)
+    changes = {counters.of_turn(turn.state, turn.rollout_class): 1}
+    changes["bytes"] = sum(len(row[name]) for name in counters.SIZED)
+    if placed.begun:
+        changes |= {"trajectories": 1, "sessions": int(not placed.forked)}
+    counters.add(connection, changes)
     return placed
 
 
@@ -188,7 +196,7 @@ def _place(connection: Connection, turn: Turn, oldest: int, depth: int) -> Place
             "train": int(turn.train),
         },
     )
-    return Placed(number, forked=last is not None)
+    return Placed(number, forked=last is not None, begun=True)
 
 
 def _row(turn: Turn, placed: Placed, oldest: int) -> dict[str, Any]:

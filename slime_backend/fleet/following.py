@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slime_backend.engine_client import EngineError
-from slime_backend.fleet.liveness import Look
+from slime_backend.fleet.liveness import Look, look
 from slime_backend.fleet.membership import UNCONFIRMED, Fleet, Member, instances_of
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ class Moves:
         self._note()
         known = [member for member, found in looks.items() if self._is_known(member, found)]
         labels = dict(zip(known, await asyncio.gather(*map(_label, known)), strict=True))
+        # The name of a process that restarted between look and label isn't that of the process that was confirmed.
+        counts = [m for m, label in labels.items() if label and (label != self.fleet.version or m.status == "joining")]
+        for member, found in zip(counts, await asyncio.gather(*(look(m.client, looks=1) for m in counts)), strict=True):
+            if not self._is_known(member, found):
+                del labels[member]
         if self.fleet.publishing.locked():
             return
         here = {member: label for member, label in labels.items() if label and member.status != "retired"}

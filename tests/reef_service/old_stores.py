@@ -5,8 +5,20 @@ from __future__ import annotations
 from sqlalchemy import create_engine, text
 
 
+def to_layout_2(url):
+    """As the second layout had it: without counters."""
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE counters"))
+        for index in ("trajectories_under_lease", "leases_unsettled"):
+            connection.execute(text(f"DROP INDEX {index}"))
+        connection.execute(text("UPDATE meta SET value = '2' WHERE name = 'layout'"))
+    engine.dispose()
+
+
 def to_layout_1(url):
     """As the first layout had it."""
+    to_layout_2(url)
     engine = create_engine(url)
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE answer_keys"))

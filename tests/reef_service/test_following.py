@@ -12,9 +12,11 @@ import pytest
 from slime_backend.engine_client import EngineClient
 from slime_backend.fleet import Fleet, admit
 from slime_backend.fleet.following import Moves
+from slime_backend.fleet.liveness import look
 from slime_backend.policy import decide
 from slime_backend.publication import publish
 from slime_backend.simulation.transport import NameTransport
+from tests.fake_fleet import fake_fleet
 from tests.reef_service.harness import CHAT, gateway_on, until
 
 QUICK = {"watch_s": 0.05, "hold_s": 20}
@@ -49,6 +51,22 @@ def test_the_gateway_moves_with_engines_that_somebody_else_publishes_to(tmp_path
     found, version = run_async(work())
     assert found == [(200, ["v1"]), (200, ["v2"])]
     assert version == "v2"
+
+
+@pytest.mark.parametrize("version", ["v1", "v0"])
+def test_a_process_that_restarts_between_look_and_label_is_not_followed(run_async, version):
+    async def work():
+        async with fake_fleet(1) as (fleet, (engine,)):
+            (member,) = fleet.members.values()
+            moves, confirmed = Moves(fleet), member.instances
+            before = await look(member.client, looks=1)
+            await engine.restart(version)
+            if version == "v0":
+                fleet.demote(member, "for a moment it couldn't be told what it was")
+            await moves.follow({member: before})
+            return fleet.version, member.status, member.instances == confirmed
+
+    assert run_async(work()) == ("v0", "joining" if version == "v0" else "confirmed", True)
 
 
 def test_without_following_nobody_is_answered(tmp_path, run_async, monkeypatch):

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from reef_service.recent import Recent
 from tests.provenance.report.browser import FLAGS, Elements, find_chromium
 from tests.reef_service.harness import CHAT, checkpoint, gateway_on
 
@@ -78,6 +79,55 @@ def test_the_page_asks_for_a_token_where_one_is_needed(tmp_path, run_async):
     (form,) = page.tagged("form")
     assert "hidden" not in form
     assert not page.classed("engine")
+
+
+def test_the_page_is_red_where_no_engine_is_left(tmp_path, run_async):
+    async def work():
+        async with gateway_on(tmp_path, "yes", config={"watch_s": 60.0}) as (client, gateway, _):
+            there = Elements(await browse(client.url + "/?still", tmp_path, "--dump-dom"))
+            for member in gateway.fleet.members.values():
+                gateway.fleet.retire(member, "gone")
+            return there, Elements(await browse(client.url + "/?still", tmp_path, "--dump-dom"))
+
+    there, gone = run_async(work(), 250)
+    assert "hidden" in there.classed("alarm")[0]
+    assert "hidden" not in gone.classed("alarm")[0]
+    assert gone.tagged("body")[0]["class"] == "no-engine"
+    assert "bad" in next(e for e in gone.classed("pill") if e.get("id") == "live")["class"]
+
+
+def test_the_state_has_the_last_minute(tmp_path, run_async):
+    async def work():
+        async with gateway_on(tmp_path, "yes") as (client, _, _):
+            for _ in range(3):
+                await client.post("/v1/chat/completions", CHAT)
+            return (await client.get("/reef/state"))[1]["recent"]
+
+    recent = run_async(work())
+    assert recent["requests"] == 3
+    assert recent["error_rate"] == 0
+    assert 0 < recent["p50_ms"] <= recent["p99_ms"]
+    assert recent["requests_per_s"] > 0
+    assert recent["tokens_per_s"] > recent["requests_per_s"]
+
+
+def test_rates_and_latencies_are_of_the_last_minute():
+    clock = [0.0]
+    recent = Recent(lambda: clock[0])
+    assert recent.to_json()["p50_ms"] is None
+    assert recent.to_json()["error_rate"] is None
+    recent.add(100.0, 1000, failed=False)
+    clock[0] = 100.0
+    for i in range(1, 101):
+        recent.add(i / 1000, 6, failed=False)
+    for _ in range(25):
+        recent.add(50.0, 0, failed=True)
+    found = recent.to_json()
+    assert (found["requests"], found["window_s"], found["error_rate"]) == (125, 60.0, 0.2)
+    assert [round(found[f"p{q}_ms"]) for q in (50, 90, 99)] == [50, 90, 99]
+    assert (found["requests_per_s"], found["tokens_per_s"]) == (125 / 60, 10.0)
+    clock[0] = 161.0
+    assert recent.to_json()["requests"] == 0
 
 
 def test_events_are_the_state_once_a_second(tmp_path, run_async):

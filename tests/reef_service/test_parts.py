@@ -123,20 +123,35 @@ def test_prompts_go_where_their_beginning_was(fleet):
     fleet.members["engine0"].in_flight = 1
     first = choose(router, one)
     assert first != "engine0"
-    fleet.members[first].in_flight = 3
+    for member in fleet.members.values():
+        member.in_flight = 4
+    fleet.members[first].in_flight = 5  # a quarter more is even
     assert choose(router, [*one, 7]) == first
     assert choose(router, other) != first  # least to do
     assert choose(router, one[: BLOCK - 1]) != first  # not a complete block in common
 
 
-def test_a_publication_empties_what_is_remembered(fleet):
+def test_load_comes_before_the_prefix(fleet):
     router = Router(fleet)
     prompt = list(range(4 * BLOCK))
     first = choose(router, prompt)
-    fleet.members[first].in_flight = 2
     assert choose(router, prompt) == first
-    fleet.move_to("v1", list(fleet.members.values()))
+    fleet.members[first].in_flight = 1
     assert choose(router, prompt) != first
+
+
+def test_a_publication_empties_what_is_remembered(fleet):
+    router = Router(fleet)
+    prompt = list(range(4 * BLOCK))
+    first, of_session = choose(router, prompt), choose(router, [1], "s")
+    assert choose(router, prompt) == first
+    fleet.members[of_session].in_flight = 2
+    assert choose(router, [1], "s") == of_session
+    fleet.members[of_session].in_flight = 0
+    fleet.move_to("v1", list(fleet.members.values()))
+    assert choose(router, prompt) != first  # the one that was chosen the longest ago
+    fleet.members[of_session].in_flight = 2
+    assert choose(router, [1], "s") != of_session
 
 
 def test_a_crowded_engine_is_left_alone(fleet):
