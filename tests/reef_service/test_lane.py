@@ -31,7 +31,7 @@ def test_agents_routes_are_in_it_and_described(tmp_path, run_async):
 
     described = run_async(work())
     routes = Lane(None, None, [api.router for api in DATA_PLANE]).routes
-    assert set(routes) == {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/generate"}
+    assert set(routes) == {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/generate"}
     assert all("post" in described[path] for path in routes)
 
 
