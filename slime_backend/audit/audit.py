@@ -30,6 +30,7 @@ from slime_backend.run_files.damage import Damage
 from slime_backend.run_files.jsonl import read_jsonl
 
 TOLERANCE = 1e-4  # |difference of log-prob|, fp32
+HALF_DTYPES = frozenset(("bfloat16", "float16", "half"))  # SGLang's names
 SAME = 1e-6  # nats: a claim that differs by less can't be told from the recorded one, nor need it be
 EXPLAINED_VIOLATIONS = 20  # for these the audit also looks for what would explain them
 
@@ -127,6 +128,7 @@ class Audit:
         self._left_out = 0
         self._published_names: set[str] = set()
         self._published_size = 0
+        self._dtypes: set[str] = set()  # of the engines, as publications.jsonl has them
         self._checked: set[str] = set()
         self.damage = Damage()  # of the ledger, while it was read
         self._recorded = self._recorded_crossing = self._crossing = self._gone = 0
@@ -172,6 +174,11 @@ class Audit:
             self._violations.append(found)
 
     def _is_half(self, record: RolloutRecord) -> bool:
+        """Whether the engines computed in 16 bits: by what they were started with, else by the weights on disk."""
+        self._published()
+        known = self._dtypes - {"", "auto"}
+        if known:
+            return bool(known & HALF_DTYPES)
         return any(self.scorer.is_half(version) for version in sorted(_named(record)) if self.scorer.knows(version))
 
     def _observe(self, record: RolloutRecord, residual: list[float]) -> None:
@@ -256,8 +263,9 @@ class Audit:
         path = RunDir(self.run_dir).publications
         size = path.stat().st_size if path.is_file() else 0
         if size != self._published_size:
-            rows = read_jsonl(path)
+            rows = list(read_jsonl(path))
             self._published_names = {str(p.get(key)) for p in rows for key in ("previous_version", "version")}
+            self._dtypes = {str(e.get("dtype", "")) for p in rows for e in p.get("engines") or ()}
             self._published_size = size
         return self._published_names
 

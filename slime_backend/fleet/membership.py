@@ -72,6 +72,7 @@ class Member:
     reason: str = ""  # why it was retired
     hooks: frozenset[str] = frozenset()  # active on every rank when it was admitted
     instances: frozenset[str] = frozenset()  # of the scheduler processes that were admitted or confirmed last
+    dtype: str = ""  # that it was started with, by SGLang's name; "auto" is its checkpoint's
     in_flight: int = 0  # requests that the dispatcher has sent and not yet got back
     held: bool = False  # a publication has it between look and resume: that transaction alone retires it
     # Set once what was confirmed is so no longer; a confirmation replaces it. A request keeps the one that it was sent
@@ -308,7 +309,9 @@ async def admit(fleet: Fleet, client: EngineClient) -> Member:
     check_fit(client.name, info, reports, fleet.policy, fleet.allow)
     label = await client.weight_version()
     # Nothing is awaited from here on: an engine is added whole or not at all, and at the version of this moment.
-    member = Member(client, hooks=_active_hooks(reports), instances=instances_of(reports))
+    member = Member(
+        client, hooks=_active_hooks(reports), instances=instances_of(reports), dtype=str(info.get("dtype") or "")
+    )
     fleet.add(member)
     # A paused engine is in somebody's publication, or its publisher died in one: its label says nothing yet.
     trusted = not any(r.kv.paused or r.instance_id in fleet.suspects for r in reports)

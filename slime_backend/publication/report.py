@@ -60,6 +60,7 @@ class EngineOutcome:
     reason: str = ""
     evidence: list[SchedulerReport] = field(default_factory=list)  # per rank, after the pause and flush
     loads: list[Loads] = field(default_factory=list)  # per rank and tensor rank, after the load
+    dtype: str = ""  # as it was started with: what an audit expects of its log-probs
 
     def fail(self, step: Step, reason: str) -> None:
         """Record a failure. The first one is what explains the outcome: a later one (the resume of an engine that had

@@ -146,7 +146,7 @@ class Publication:
     def _choose(self, members: Sequence[Member]) -> None:
         """The engines that the transport can serve: what is sure to fail at the load costs no pause."""
         for member in members:
-            target = _Target(member.client, EngineOutcome(member.name), member=member)
+            target = _Target(member.client, EngineOutcome(member.name, dtype=member.dtype), member=member)
             self.report.engines.append(target.outcome)
             refusal = refused_by(self.transport, target.client)
             if refusal is None:

@@ -225,7 +225,7 @@ class FakeEngine:
 
     async def on_server_info(self, body: dict[str, Any]) -> Reply:
         states = [{REPORT_KEY: rank.report(self.hooks)} for rank in self.ranks]
-        own = {"disable_radix_cache": not self.radix_cache, "tp_size": self.ranks[0].tensor_size}
+        own = {"disable_radix_cache": not self.radix_cache, "dtype": "float32", "tp_size": self.ranks[0].tensor_size}
         return Reply({**own, "internal_states": states, **self.info})
 
     async def on_reef_slime_reports(self, body: dict[str, Any]) -> Reply:
