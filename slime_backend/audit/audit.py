@@ -30,6 +30,7 @@ from slime_backend.run_files.damage import Damage
 from slime_backend.run_files.jsonl import read_jsonl
 
 TOLERANCE = 1e-4  # |difference of log-prob|, fp32
+NEAR = 2  # versions that are tried in the place of a claimed one, by likelihood: each costs a forward pass
 HALF_DTYPES = frozenset(("bfloat16", "float16", "half"))  # SGLang's names
 SAME = 1e-6  # nats: a claim that differs by less can't be told from the recorded one, nor need it be
 EXPLAINED_VIOLATIONS = 20  # for these the audit also looks for what would explain them
@@ -185,7 +186,7 @@ class Audit:
         """Score every other claim for the same tokens; the verdict is on all rollouts together, in `result`."""
         claimed = np.array([b - r for b, r in zip(record.logprobs, residual, strict=True)])
         alternatives = []
-        for other in claims(record, self.scorer, self._diagnostician.ends()):
+        for other in claims(record, self.scorer, near=NEAR):
             try:
                 direction = np.array(self.scorer.score_all(record, other.segments, other.mix)) - claimed
             except WeightsGoneError:

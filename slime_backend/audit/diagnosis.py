@@ -128,15 +128,18 @@ class Diagnostician:
         return error
 
 
-def claims(record: RolloutRecord, scorer: Scorer, ends: Sequence[int] = ()) -> Iterator[Hypothesis]:
-    """Other versions, another cached prefix, KV kept or computed again: same weights on disk, other spans."""
+def claims(
+    record: RolloutRecord, scorer: Scorer, ends: Sequence[int] = (), near: int = NEAREST
+) -> Iterator[Hypothesis]:
+    """Other versions, another cached prefix, KV kept or computed again: same weights on disk, other spans. `near`: how
+    many other versions are tried in the place of each."""
     known = scorer.versions()
     for claimed in _versions(record):
-        for other in nearest(claimed, known):
+        for other in nearest(claimed, known, near):
             text = f"{other} explains what it calls {claimed}"
             yield Hypothesis("wrong label", text, tuple(_renamed(s, claimed, other) for s in record.segments))
     for version, cached in dict.fromkeys((p.version, p.cached) for p in record.prefills if p.cached):
-        for prefix in prefixes(version, cached, ends, known):
+        for prefix in prefixes(version, cached, ends, known, near):
             who = " and ".join(f"{span.version} ({span.start}..{span.end})" for span in prefix)
             text = f"the {cached} cached tokens that it calls {version}'s had been computed by {who}"
             segments = tuple(_with_prefix(s, version, prefix) for s in record.segments)
@@ -149,10 +152,12 @@ def claims(record: RolloutRecord, scorer: Scorer, ends: Sequence[int] = ()) -> I
         yield Hypothesis("recomputed, not carried", "each version computed all the KV that it sampled from", recomputed)
 
 
-def prefixes(version: str, cached: int, ends: Sequence[int], known: Sequence[str]) -> Iterator[tuple[Span, ...]]:
+def prefixes(
+    version: str, cached: int, ends: Sequence[int], known: Sequence[str], near: int = NEAREST
+) -> Iterator[tuple[Span, ...]]:
     """Who else may have computed `cached` tokens claimed to be `version`'s: one other version; or one up to where
     an entry ends, and behind it a second, or `version` itself."""
-    others = nearest(version, known)
+    others = nearest(version, known, near)
     for first in others:
         yield (Span(first, 0, cached),)
     for end in (e for e in ends if e < cached):
@@ -181,12 +186,12 @@ def mixes(record: RolloutRecord, scorer: Scorer) -> Iterator[Hypothesis]:
                 )
 
 
-def nearest(version: str, known: Sequence[str]) -> list[str]:
+def nearest(version: str, known: Sequence[str], count: int = NEAREST) -> list[str]:
     """Other versions by their distance in the order of publication, older first; and the first of all, of which a
     prompt that all share may have stayed."""
     place = known.index(version) if version in known else len(known)
     others = sorted((i for i in range(len(known)) if i != place), key=lambda i: (abs(i - place), i))
-    return [known[i] for i in dict.fromkeys([*others[:NEAREST], *([0] if place else [])])]
+    return [known[i] for i in dict.fromkeys([*others[:count], *([0] if place else [])])]
 
 
 def _versions(record: RolloutRecord) -> list[str]:
