@@ -25,8 +25,9 @@ def add_reef_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         default="off",
         metavar="MODE",
         help=(
-            "off (default): in-flight requests keep their KV across a publication, the radix cache is off; "
-            "retract (bare flag): requests share prefixes, a publication retracts in-flight requests and flushes; "
+            "off (default where requests may be in flight): they keep their KV across a publication, the radix cache "
+            "is off; retract (bare flag, and default of slime's synchronous loop): requests share prefixes, a "
+            "publication retracts in-flight requests and flushes; "
             "scoped: requests share prefixes inside one weight version and keep their KV across a publication; "
             "auto: one of these, by the planner, which says why (docs/planner.md)"
         ),
@@ -124,7 +125,7 @@ def configure_sglang_runtime(args: Any) -> Policy:
     """
     sharing, why = resolve_sharing(getattr(args, "disjoint_prefix_sharing", "off"), lambda: start_facts(args))
     if why:
-        args.disjoint_prefix_sharing, args.reef_sharing_reason = sharing, why
+        args.disjoint_prefix_sharing, args.reef_sharing_reason = sharing, f"auto takes it: {why}"
     policy = policy_of(args)
     overrides = getattr(args, "sglang_overrides", None) or {}
     if overrides.get("disable_radix_cache") is False:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime_backend import cpu
@@ -13,11 +13,13 @@ from slime_backend.arguments import add_reef_arguments, configure_sglang_runtime
 from slime_backend.cpu.flags import cpu_flags
 from slime_backend.engine_process import plugin_entry
 from slime_backend.errors import ReefError
+from slime_backend.planner.slime_args import WAITED_FOR
 from slime_backend.slime_hooks import ray_start, refusals, summary, wandb_run, worker_setup
 from slime_backend.slime_hooks.contract import checkout, fit
 from slime_backend.slime_hooks.rollouts.flags import set_rollout_functions
 
 FAILED, WRONG_USE = 1, 2
+SHARING_FLAG = "--disjoint-prefix-sharing"
 
 
 def run(script: str) -> None:
@@ -97,14 +99,33 @@ def parse(*, asynchronous: bool) -> Any:
     from slime.utils.arguments import parse_args
 
     args = parse_args(add_custom_arguments=add_reef_arguments)
+    share_where_nothing_is_in_flight(args, sys.argv[1:], asynchronous=asynchronous)
     policy = configure_sglang_runtime(args)
     refusals.check(args, policy)
     if reason := getattr(args, "reef_sharing_reason", None):
-        print(f"reef-slime: --disjoint-prefix-sharing=auto takes {args.disjoint_prefix_sharing}: {reason}", flush=True)
+        print(f"reef-slime: --disjoint-prefix-sharing={args.disjoint_prefix_sharing}: {reason}", flush=True)
     print(f"reef-slime: {policy}", flush=True)
     set_rollout_functions(args, asynchronous=asynchronous)
     print(f"reef-slime: run directory {args.reef_run_dir}", flush=True)
     return args
+
+
+def share_where_nothing_is_in_flight(args: Any, words: Sequence[str], *, asynchronous: bool) -> None:
+    """Where nobody has chosen and slime's loop waits for its rollouts before it publishes, share prefixes and flush
+    them, as slime alone does: `off` would compute the prompt of each of a group's samples again and buy nothing.
+
+    Nothing is believed: the pause retracts, so a request that is in flight all the same is computed again, and the
+    flush is verified by the scheduler's own counts.
+    """
+    chosen = any(word.partition("=")[0] == SHARING_FLAG for word in words)
+    waited_for = getattr(args, "rollout_function_path", None) in (None, WAITED_FOR)
+    if asynchronous or chosen or not waited_for or getattr(args, "colocate", False):
+        return
+    args.disjoint_prefix_sharing = "retract"
+    args.reef_sharing_reason = (
+        "not chosen, and in this loop no request is in flight when weights are published, so prefixes are shared and "
+        f"flushed as by slime alone ({SHARING_FLAG}=off keeps the cache off)"
+    )
 
 
 def add_cpu_flags() -> None:

@@ -103,6 +103,15 @@ def test_another_server_on_the_port_is_found_and_our_own_process_ended(module, f
     check_identity(SETTINGS, dict(SETTINGS), "http://x")
 
 
+def test_a_model_of_a_hub_may_answer_with_its_directory(tmp_path):
+    """As SGLang does with ModelScope; another directory in the place of one is another engine."""
+    check_identity({"model_path": "org/model"}, {"model_path": str(tmp_path)}, "http://x")
+    with pytest.raises(WrongEngineError, match="model_path"):
+        check_identity({"model_path": str(tmp_path)}, {"model_path": str(tmp_path.parent)}, "http://x")
+    with pytest.raises(WrongEngineError, match="model_path"):
+        check_identity({"model_path": "org/model"}, {"model_path": "org/other"}, "http://x")
+
+
 @pytest.mark.parametrize(("sharing", "mode"), [("off", "in_place"), ("retract", "retract"), ("scoped", "in_place")])
 def test_a_pause_has_the_policys_mode(module, fake_router, sharing, mode):
     module.SGLangEngine(router=fake_router, sharing=sharing).pause_generation()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from slime_backend.arguments import policy_of
@@ -43,11 +44,19 @@ def check_identity(started: dict[str, Any], answering: dict[str, Any], url: str)
     slime takes any answer for a sign of health, also that of another engine on the same port.
     """
     for name in IDENTITY:
+        if name == "model_path" and _is_downloaded(started.get(name), answering.get(name)):
+            continue
         if name in started and name in answering and started[name] != answering[name]:
             raise WrongEngineError(
                 f"the server at {url} is another one: its {name} is {answering[name]!r}, this engine was started with "
                 f"{started[name]!r}; two engines were given one port, or something else listens there"
             )
+
+
+def _is_downloaded(asked: Any, answered: Any) -> bool:
+    """Whether SGLang has put the directory that it downloaded a model to in the place of the model's name on a hub, as
+    it does for ModelScope (SGLANG_USE_MODELSCOPE; 0.5.23, server_args.py)."""
+    return not Path(str(asked)).exists() and Path(str(answered)).is_dir()
 
 
 def _engine(module: Any) -> None:
