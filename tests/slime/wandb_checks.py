@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slime_backend.run_files.jsonl import read_jsonl
 from tests.slime.jobs import SlimeRun
+from tests.waiting import wait_until
 from tests.wandb_files import has_ended, history, step_metrics
 
 
@@ -18,6 +19,7 @@ def only_wandb_file(directory: Path) -> Path:
 def assert_w_and_b_is_complete(run: SlimeRun, *, steps: int) -> None:
     """One closed run on one axis: a row for each publication of publications.jsonl, and for each training step."""
     file = only_wandb_file(run.directory)
+    wait_until(lambda: has_ended(file), f"{file} holds the run's end")
     rows = history(file)
     assert [row["_step"] for row in rows] == list(range(len(rows)))
     published = [row for row in rows if "reef/publication/wall_ms" in row]

@@ -11,6 +11,7 @@ import pytest
 
 from slime_backend.slime_hooks import wandb_run
 from slime_backend.slime_hooks.weights import publication_rows
+from tests.waiting import wait_until
 from tests.wandb_files import has_ended, history, step_metrics
 
 ARGS = SimpleNamespace(use_wandb=True, wandb_run_id=None)
@@ -92,7 +93,9 @@ def trainer(driver):
 
 
 def file_of(driver):
+    """The run's file, once its end is in it: W&B's own process may write that a moment after `finish`."""
     [file] = driver.root.rglob("*.wandb")
+    wait_until(lambda: has_ended(file), f"{file} holds the run's end")
     return file
 
 
