@@ -32,8 +32,8 @@ def assert_w_and_b_is_complete(run: SlimeRun, *, steps: int) -> None:
 
 
 def assert_closing_summary(run: SlimeRun, *, publications: int) -> None:
-    """The job's last lines are the summary, but for what processes leave that end after it: progress bars."""
-    left = ("job_guard: ", "it/s]", "Completed |")
+    """The driver's last lines are the summary; what other processes leave behind it are progress bars."""
+    left = ("job_guard: ", " pid=", "it/s]", "Completed |")
     lines = [line for line in run.log.splitlines() if line.strip() and not any(text in line for text in left)]
     last = lines[-6:]
     assert all(line.startswith("reef-slime: ") for line in last), run.tail()
